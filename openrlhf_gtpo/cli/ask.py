@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 from openrlhf_gtpo.cli import Parser, exit_status
-from openrlhf_gtpo.errors import UsageError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,31 +18,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("question", metavar="QUESTION")
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="maximum tokens of the answer")
     args = parser.parse_args(argv)
-    return exit_status("ask", lambda: print(answer(args.model, args.question, args.max_tokens)))
+    return exit_status("ask", lambda: print(answer(args.model, args.question, args.max_tokens)), ValueError)
 
 
 def answer(model: str, question: str, max_tokens: int) -> str:
     """The answer of the checkpoint ``model`` to ``question``, by greedy decoding.
 
     Raises:
-        UsageError: the checkpoint cannot be read, the question is empty, or there is no room for an answer.
+        UsageError: the checkpoint cannot be read.
+        ValueError: there is no question, or no room for an answer.
     """
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.utils import logging
 
-    from openrlhf_gtpo.training.checks.models import check_model, check_weights_fit, load_tokenizer, token_ids
+    from openrlhf_gtpo.training.checks.model import Model, token_ids
     from openrlhf_gtpo.training.checks.prompts import prompt_and_label
 
-    if max_tokens < 1:
-        raise UsageError(f"Expected --max-tokens >= 1, got {max_tokens}.")
-    if not question.strip():
-        raise UsageError("The question is empty.")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    check_model(model, "MODEL")
-    check_weights_fit(model, "MODEL")
-    tokenizer = load_tokenizer(model, "MODEL")
+    checkpoint = Model(model, "MODEL")
+    checkpoint.check_weights()
+    tokenizer = checkpoint.tokenizer
     has_template = tokenizer.chat_template is not None
     data = SimpleNamespace(input_key="question", label_key=None, input_template=None, apply_chat_template=has_template)
     prompt, _ = prompt_and_label({"question": question}, SimpleNamespace(data=data), tokenizer)

@@ -51,11 +51,13 @@ def run(args: argparse.Namespace) -> None:
     """Run the benchmark that ``args`` names; torch and the code to measure are imported only from here on."""
     if args.command in ("overhead", "actor"):  # their files import OpenRLHF
         from openrlhf_gtpo import platform
-        from openrlhf_gtpo.training.checks.models import check_model
+        from openrlhf_gtpo.training.checks.model import Model
         from openrlhf_gtpo.training.settings.guard import check_openrlhf
 
         check_openrlhf()
-        check_model(args.model, "--model")
+        model = Model(args.model, "--model")
+        model.check_code("--actor.trust_remote_code to training")
+        model.check_weights()
         platform.choose()
     import_module(f"openrlhf_gtpo.benchmarks.{args.command.replace('-', '_')}").run(args)
 

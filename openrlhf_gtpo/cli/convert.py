@@ -17,7 +17,7 @@ from openrlhf_gtpo.megatron.parallel.layout import Layout, LayoutError, check_la
 from openrlhf_gtpo.platform import PLATFORM_VARIABLE
 from openrlhf_gtpo.platform.files import check_output
 from openrlhf_gtpo.platform.processes import is_first_process, run_processes
-from openrlhf_gtpo.training.checks.models import check_model, check_weights_fit
+from openrlhf_gtpo.training.checks.model import Model
 
 DTYPES = ("bfloat16", "float32")
 FLAGS = {"tensor_model_parallel_size": "--tensor-parallel", "pipeline_model_parallel_size": "--pipeline-parallel"}
@@ -66,18 +66,16 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _hf_to_megatron(args: argparse.Namespace) -> None:
-    if not (args.source / "config.json").is_file():
-        raise ValueError(f"{args.source} is not a Hugging Face model: it has no config.json.")
-    if not any(args.source.glob("*.safetensors")):
-        raise ValueError(f"{args.source} has no *.safetensors files, the only weight format that is read.")
-    config = check_model(str(args.source), "SRC")
+    model = Model(str(args.source), "SRC")
+    model.check_safetensors()
+    config = model.config
     try:
         # A mixture of experts on several ranks wants sequence parallelism, which changes no weight.
         layout = Layout(args.tensor_parallel, args.pipeline_parallel, sequence_parallel=True)
         check_layout(config, layout, layout.model_parallel_size)
     except LayoutError as error:
         raise ValueError(error.with_flags(lambda name: FLAGS.get(name, name))) from None
-    check_weights_fit(str(args.source), "SRC")
+    model.check_weights()
     dtype = args.dtype or str(getattr(config, "dtype", None)).removeprefix("torch.")
     if dtype not in DTYPES:
         has = "has no dtype in its config.json"

@@ -24,7 +24,6 @@ from typing import NamedTuple
 from openrlhf_gtpo.cli import Parser, exit_status
 from openrlhf_gtpo.errors import UsageError, one_line
 from openrlhf_gtpo.platform.files import free_bytes, gigabytes, model_folder
-from openrlhf_gtpo.training.controller.checkpoint_disk import parameters_of
 from openrlhf_gtpo.training.settings.guard import check_openrlhf
 
 _ADAPTERS = Path("/sys/class/infiniband")
@@ -283,7 +282,7 @@ def model(args: argparse.Namespace) -> Line:
     """Check that the model's configuration and all of its weights are here."""
     if args.model is None:
         return skipped("no --model.")
-    from openrlhf_gtpo.training.checks.models import check_model, check_weights_fit
+    from openrlhf_gtpo.training.checks.model import Model
 
     folder = args.model
     if not Path(folder).exists() and not folder.startswith(("/", ".")):
@@ -296,9 +295,9 @@ def model(args: argparse.Namespace) -> Line:
                 f"{args.model} is neither a folder here nor fully in the cache {HF_HUB_CACHE}: "
                 f"hf download {args.model} where there is a network, with HF_HOME on a disk that this node sees."
             )
-    check_model(folder, "--model")
-    check_weights_fit(folder, "--model")
-    there = parameters_of(folder)
+    checkpoint = Model(folder, "--model")
+    checkpoint.check_weights()
+    there = checkpoint.parameters
     return ok(f"{folder}, {there:,} parameters" if there else f"{folder}; no safetensors to look into")
 
 

@@ -76,12 +76,6 @@ def _evaluate(args: argparse.Namespace) -> None:
         model = args.model
         if not Path(model, "config.json").is_file():
             model = str(Path(folder) / "model")
-            if not Path(args.model).exists():
-                raise UsageError(f"--model {args.model} does not exist.")
-            if not Path(args.model).is_dir():
-                raise UsageError(
-                    f"--model {args.model} is a file; give a Hugging Face folder or a Megatron checkpoint."
-                )
             command = [sys.executable, "-m", "openrlhf_gtpo.cli.convert", "megatron-to-hf", args.model, model]
             # Its own process, as it uses only the CPU from then on.
             done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
@@ -114,13 +108,11 @@ def _ended_by_ctrl_c(folder: Path) -> Iterator[None]:
 
 def checked_flags(args: argparse.Namespace) -> dict[str, Any]:
     """Return the flags of ``args`` that training has too; UsageError if one is out of range."""
-    from openrlhf_gtpo.training.checks.settings import check_a_prompt_fits
     from openrlhf_gtpo.training.settings.values import check_ranges, check_template
 
     flags = {name: value for name, value in vars(args).items() if "." in name}
     check_ranges(flags)
     check_template(flags["data.input_template"])
-    check_a_prompt_fits(flags["rollout.max_new_tokens"], flags["data.max_len"])
     if not flags["eval.temperature"] and flags["eval.n_samples_per_prompt"] > 1:  # vLLM refuses this
         raise UsageError("With --eval.temperature 0 every answer is the same; give --eval.n_samples_per_prompt 1.")
     if flags["data.apply_chat_template"] and flags["data.input_template"]:
@@ -134,22 +126,16 @@ def checked_inputs(flags: dict[str, Any], model: str) -> tuple[Any, Any, Callabl
     from openrlhf.utils.config import hierarchize
 
     from openrlhf_gtpo.training.checks.data import check_dataset
-    from openrlhf_gtpo.training.checks.models import (
-        check_length,
-        check_model,
-        check_weights_fit,
-        load_tokenizer,
-    )
+    from openrlhf_gtpo.training.checks.model import Model
     from openrlhf_gtpo.training.checks.reward import import_reward
 
-    config, tokenizer = check_model(model, "--model"), load_tokenizer(model, "--model")
-    check_weights_fit(model, "--model")
-    check_length(config, flags["data.max_len"], f"--model {model}")
+    checkpoint = Model(model, "--model")
+    checkpoint.check_weights()
     run = hierarchize(argparse.Namespace(**flags, **{"actor.model_name_or_path": model}))
     run.use_ms = False  # ModelScope
     for name in flags["eval.dataset"].split(","):  # each has a table of its own here
-        check_dataset(run, tokenizer, name, flags["eval.split"], "--eval.dataset")
-    return run, tokenizer, import_reward(flags["reward.remote_url"])
+        check_dataset(run, checkpoint.tokenizer, name, flags["eval.split"], "--eval.dataset")
+    return run, checkpoint.tokenizer, import_reward(flags["reward.remote_url"])
 
 
 def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> None:

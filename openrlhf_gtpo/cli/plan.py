@@ -12,6 +12,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -131,10 +132,6 @@ def _plan(args: argparse.Namespace, words: list[str]) -> None:
         raise UsageError(
             "--emit writes a script that offloads, as the launcher does for colocated engines; drop --no-offload."
         )
-    if args.emit is not None and args.samples_per_prompt < 2:
-        raise UsageError(f"Expected --samples-per-prompt >= 2 for --emit, as {args.algorithm} compares them, got 1.")
-    if args.emit is not None and args.model in PRESETS and args.model not in _HUB:
-        raise UsageError(f"--emit needs a checkpoint to train, and --model {args.model} has none; give another.")
     request = _request(args)
     found = candidates(request)
     best = found[0]
@@ -147,12 +144,9 @@ def _plan(args: argparse.Namespace, words: list[str]) -> None:
         raise UsageError(_nowhere(args, request, best))
     if args.emit is not None:
         model, command = _model(args.model), _command(words)
-        try:
-            args.emit.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(args.emit, output.launch_script(best, algorithm=args.algorithm, model=model, command=command))
-            args.emit.chmod(0o755)
-        except OSError as error:
-            raise UsageError(f"--emit {args.emit} cannot be written: {error.strerror}.") from error
+        args.emit.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(args.emit, output.launch_script(best, algorithm=args.algorithm, model=model, command=command))
+        args.emit.chmod(0o755)
         if not args.json:
             print(
                 f"\nwrote {args.emit}; from the project's root: bash {shlex.quote(str(args.emit.resolve()))} --dry-run"
@@ -188,17 +182,13 @@ def _assumptions(words: list[str]) -> Assumptions:
     values = {}
     for word in words:
         name, _, text = word.partition("=")
-        if name not in SOURCES:
-            raise UsageError(f"--assume {word}: there is no assumption of that name; --assumptions lists them.")
-        try:
+        value = math.nan
+        with suppress(ValueError):
             value = float(text)
-        except ValueError:
-            value = math.nan
-        if not 0 <= value < math.inf or (value == 0 and name != "overlap"):
-            raise UsageError(f"--assume {word}: expected {name}=NUMBER, above 0 (overlap=0 or 1).")
-        values[name] = type(getattr(Assumptions, name))(value)
-        if values[name] != value:
-            raise UsageError(f"--assume {word}: expected {name}=NUMBER, an integer (overlap=0 or 1).")
+        is_number = 0 < value < math.inf or (value == 0 and name == "overlap")
+        if name not in SOURCES or not is_number or (kind := type(getattr(Assumptions, name)))(value) != value:
+            raise UsageError(f"--assume {word}: expected NAME=NUMBER, as --assumptions lists them.")
+        values[name] = kind(value)
     return Assumptions(**values)
 
 

@@ -200,8 +200,6 @@ def _fp8(args: argparse.Namespace) -> None:
     from openrlhf.utils.config import hierarchize
 
     check_choice("--estimator", args.estimator, tuple(ESTIMATORS))
-    if args.layers_in_bf16 < 0:
-        raise UsageError(f"Expected --layers-in-bf16 >= 0, got {args.layers_in_bf16}.")
     mode = getattr(args, "megatron.fp8")
     candidates = fp8_candidates(mode, args.recipes, args.layers_in_bf16)
     layout = megatron_flags.layout_of(hierarchize(args))
@@ -244,13 +242,13 @@ def _mismatch(args: argparse.Namespace) -> None:
     from openrlhf_gtpo.report.fp8_page import table
     from openrlhf_gtpo.scoring.fp8_report import compare_rollout
     from openrlhf_gtpo.scoring.inputs import ScoreModel
-    from openrlhf_gtpo.training.checks.models import load_tokenizer
+    from openrlhf_gtpo.training.checks.model import Model
     from openrlhf_gtpo.training.credit.entropy_credit import EntropyCredit
     from openrlhf_gtpo.training.settings.guard import check_openrlhf
 
     check_openrlhf()
     vocabulary = settings.get("vocabulary")  # version 1 has none
-    if vocabulary and vocabulary != vocabulary_digest(load_tokenizer(args.model, "--model")):
+    if vocabulary and vocabulary != vocabulary_digest(Model(args.model, "--model").tokenizer):
         raise UsageError(
             f"{args.dump} has token ids of {settings['model']}, which mean others to --model {args.model}."
         )

@@ -9,19 +9,16 @@ response's, without special tokens or a chat template. The output has, in the sa
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.cli import Parser, RawHelpFormatter, exit_status
-from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.platform.files import check_output
 from openrlhf_gtpo.platform.processes import launched_world_size
 from openrlhf_gtpo.training.settings import megatron_flags
 
-_PROCESSES_PER_CORE = 8
 _DTYPES = ("bfloat16", "float32")
 
 
@@ -30,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     given = [name for name, value in vars(args).items() if value != parser.get_default(name)]
-    return exit_status("score", lambda: _score(args, given))
+    return exit_status("score", lambda: _score(args, given), OSError)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -84,13 +81,6 @@ def _score(args: argparse.Namespace, given: Sequence[str]) -> None:
     processes = args.processes
     if processes is None:
         processes = launched_world_size() or layout.model_parallel_size
-    elif launched_world_size() is None:
-        # More replicas only wait for each other and for memory; one of a large layout may be tried on a small host.
-        most = max(_PROCESSES_PER_CORE * (os.cpu_count() or 1), layout.model_parallel_size)
-        if processes > most:
-            raise UsageError(
-                f"Expected at most {most} processes on this host of {os.cpu_count()} cores, got {processes}."
-            )
     model = ScoreModel(
         folder=args.model,
         backend=getattr(args, "actor.backend"),

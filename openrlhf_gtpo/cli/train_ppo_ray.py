@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 
@@ -51,12 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if supervised:
             train(args)
             return 0
-        try:
-            check(args)
-        except OSError as error:  # an impossible path, such as one that is too long
-            raise UsageError(str(error)) from error
-        with alone(args) as locks:
-            check_earlier_runs(args)  # one may have ended meanwhile
+        with ExitStack() as held:
+            try:
+                check(args)
+                locks = held.enter_context(alone(args))
+                check_earlier_runs(args)  # one may have ended meanwhile
+            except OSError as error:  # which names the file, such as one that may not be written
+                raise UsageError(str(error)) from error
             if not args.ckpt.load_enable or args.ckpt.load_tag:  # W&B cannot go back to an earlier step
                 WandbRun(args).forget()
             if args.train.max_restarts or args.train.stall_timeout:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from openrlhf_gtpo.cli import Parser, RawHelpFormatter, exit_status
-from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.platform.files import check_output, replace_text
 
 
@@ -36,18 +35,13 @@ def _view(args: argparse.Namespace) -> None:
     from openrlhf_gtpo.tools.view.credit import read_methods
     from openrlhf_gtpo.tools.view.page import make_page
 
-    if args.max_tokens < 1:
-        raise UsageError(f"Expected --max-tokens >= 1, got {args.max_tokens}.")
     files = find_dumps(args.source)
     check_output("--output", args.output, *files)
     dumps = sorted((read_dump(file) for file in files), key=lambda dump: dump.step)
     methods = read_methods([text for text in args.estimators.split(",") if text], dumps[-1])
     page, notes = make_page(dumps, methods, args.max_tokens)
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        replace_text(args.output, page)
-    except OSError as error:
-        raise UsageError(f"--output {args.output} cannot be written: {error.strerror}.") from error
+    replace_text(args.output, page)
     for note in notes:
         print(note, file=sys.stderr)
     rows = sum(len(dump.columns["row"]) for dump in dumps)

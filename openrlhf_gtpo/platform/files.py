@@ -18,6 +18,7 @@ _SECOND_COPY = "consolidated*"  # of all weights of a Mistral model, under other
 SIDE_FILE_PATTERNS = (
     "config.json",
     "generation_config.json",
+    "*processor_config.json",
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -49,27 +50,14 @@ def model_folder(source: str | Path, *, weights: bool = True, fetch: bool = True
     if folder.is_dir():
         return folder
     import httpx
-    from huggingface_hub import constants, errors
+    from huggingface_hub import errors
 
     where = f"{source} is not a folder on {socket.gethostname()}"
     try:
         folder = _snapshot(str(source), weights, fetch)
-    except errors.HFValidationError as error:
-        raise UsageError(f"{where}, and not a name on the Hugging Face Hub either.") from error
-    except errors.RepositoryNotFoundError as error:
-        raise UsageError(
-            f"{where}, and the Hugging Face Hub shows no model of that name; check it, and set HF_TOKEN if the model "
-            "is private or gated."
-        ) from error
-    except errors.LocalEntryNotFoundError as error:
-        offline = isinstance(error.__cause__, errors.OfflineModeIsEnabled)
-        reason = "HF_HUB_OFFLINE is set" if offline else f"the Hugging Face Hub cannot be reached ({error.__cause__})"
-        raise UsageError(
-            f"{where}, {reason}, and the cache {constants.HF_HUB_CACHE} does not have all of it; fetch it where there "
-            f"is a network (hf download {source}), or give a folder."
-        ) from error
-    except (OSError, httpx.HTTPError) as error:
-        raise UsageError(f"{where}, and could not be fetched from the Hugging Face Hub: {error}") from error
+    except (errors.HFValidationError, OSError, httpx.HTTPError) as error:
+        reason = one_line(error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) else error)
+        raise UsageError(f"{where}, and cannot be had from the Hugging Face Hub or its cache: {reason}") from error
     # If only Transformers has cached the model, there is no listing of the whole to show that a part is missing.
     shards = shards_of(folder / INDEX) if (folder / INDEX).exists() else [WEIGHTS]
     missing = sorted(shard for shard in shards if not any(folder.glob(shard))) if weights else []
@@ -152,17 +140,12 @@ def check_output(flag: str, path: Path | None, *sources: Path) -> None:
     """
     if path is None:
         return
-    if path.is_dir():
-        raise UsageError(f"{flag} {path} is a folder; name a file in it.")
     there = next(part for part in (path, *path.parents) if os.path.exists(part))
-    if there == path and not path.is_file():  # such as /dev/null, which a command may replace
-        raise UsageError(f"{flag} {path} is not a regular file; name another.")
     if there == path and any(os.path.exists(source) and path.samefile(source) for source in sources):
         raise UsageError(f"{flag} {path} is the input, which would be lost; name another file.")
-    if not os.access(there, os.W_OK) or (there != path and not there.is_dir()):
-        raise UsageError(f"{flag} {path} cannot be written, because of {there}; name another file.")
-    if flag == "--png" and path.suffix != ".png":
-        raise UsageError(f"{flag} {path} does not end in .png, as a PNG image should.")
+    # Not a file: a folder, or such as /dev/null, which a command may replace.
+    if not os.access(there, os.W_OK) or not (there.is_file() if there == path else there.is_dir()):
+        raise UsageError(f"{flag} {path} cannot be written as a file, because of {there}; name another.")
 
 
 def free_bytes(path: str | Path) -> int | None:

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,8 @@ from openrlhf_gtpo import platform
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.megatron.fp8.options import Fp8Options, check_fp8
 from openrlhf_gtpo.megatron.parallel.layout import Layout, WorldSizeError, check_layout
-from openrlhf_gtpo.training.checks.models import (
-    check_model,
-    check_weights_fit,
-    load_tokenizer,
-    refuse_own_code,
-    token_ids,
-)
+from openrlhf_gtpo.training.checks.model import Model, token_ids
+from openrlhf_gtpo.training.checks.settings import refuse
 from openrlhf_gtpo.training.settings.megatron_flags import megatron_flag, refusals_name_flags
 from openrlhf_gtpo.training.settings.megatron_overrides import parse_overrides
 
@@ -102,7 +98,7 @@ class RowFile:
                     tokens, first = entry["tokens"], 1
                 else:
                     if tokenizer is None:
-                        tokenizer = load_tokenizer(self.model, "--model", self.trust_remote_code)
+                        tokenizer = Model(self.model, "--model", self.trust_remote_code).tokenizer
                     # Separately, so that the response's tokens do not depend on where the prompt ends.
                     prompt, response = (token_ids(tokenizer, entry[name]) for name in ("prompt", "response"))
                     if not prompt:
@@ -126,29 +122,16 @@ class RowFile:
 
 def _entry(line: bytes, where: str) -> dict[str, Any]:
     """Parse a line, which must have one of the two forms, with values of the right types."""
-    try:
+    entry = None
+    with suppress(ValueError):
         entry = json.loads(line)
-    except ValueError as error:
-        raise UsageError(f"{where} is not JSON ({error}); {_FORMS}.") from error
-    if not isinstance(entry, dict):
-        raise UsageError(f"{where} is not a JSON object; {_FORMS}.")
-    text = sorted({"prompt", "response"} & entry.keys())
-    if "tokens" in entry:
-        tokens = entry["tokens"]
-        if text:
-            raise UsageError(f"{where} has tokens and {' and '.join(text)}; give one of the two forms.")
-        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-            raise UsageError(f"{where}: tokens must be a list of whole numbers.")
-        if not tokens:
-            raise UsageError(f"{where}: tokens is empty; give at least one.")
-    elif len(text) < 2:
-        missing = "response" if "prompt" in text else "prompt"
-        what = f"a {text[0]} but no {missing}" if text else "neither tokens nor a prompt with its response"
-        raise UsageError(f"{where} has {what}; {_FORMS}.")
-    for name in text:
-        if not isinstance(entry[name], str):
-            raise UsageError(f"{where}: {name} must be text; apply a chat template before.")
-    return entry
+    if isinstance(entry, dict):
+        tokens, text = entry.get("tokens"), [entry[name] for name in ("prompt", "response") if name in entry]
+        are_tokens = isinstance(tokens, list) and tokens and all(type(token) is int for token in tokens)
+        are_texts = "tokens" not in entry and len(text) == 2 and all(isinstance(part, str) for part in text)
+        if are_texts or (are_tokens and not text):
+            return entry
+    raise UsageError(f"{where} is not a row to score; {_FORMS}.")
 
 
 def check(model: ScoreModel, source: Path, target: Path, processes: int) -> RowFile:
@@ -156,30 +139,22 @@ def check(model: ScoreModel, source: Path, target: Path, processes: int) -> RowF
 
     Raises:
         UsageError: the first thing that cannot work.
+        OSError: there is no folder for ``target``.
     """
-    if model.max_tokens < 1:
-        raise UsageError(f"Expected --max-tokens >= 1, got {model.max_tokens}.")
-    if not (model.temperature > 0 and math.isfinite(model.temperature)):
-        raise UsageError(f"--temperature {model.temperature:g} gives no probabilities; give a value above 0.")
-    if processes < 1:
-        raise UsageError(f"Expected --processes >= 1, got {processes}.")
-    if not source.is_file():
-        what = "is a folder" if source.is_dir() else "is not a file, which is read twice" if source.exists() else ""
-        raise UsageError(f"--input {source} {what or 'does not exist'}; give a file.")
-    if not target.parent.is_dir():
-        raise UsageError(f"--output {target}: the folder {target.parent} does not exist; create it first.")
-    if not Path(model.folder).is_dir():
-        raise UsageError(f"--model {model.folder} is not a folder; download the checkpoint and give the path to it.")
-    if not model.trust_remote_code:
-        refuse_own_code(model.folder, "--model", "--trust-remote-code")
-    config = check_model(model.folder, "--model", model.trust_remote_code)
-    if hasattr(config, "vision_config"):
-        raise UsageError(f"--model {model.folder} is a vision-language model; give a text model.")
+    refuse(
+        (model.max_tokens < 1, f"Expected --max-tokens >= 1, got {model.max_tokens}."),
+        (not 0 < model.temperature < math.inf, f"Expected a finite --temperature > 0, got {model.temperature:g}."),
+        (processes < 1, f"Expected --processes >= 1, got {processes}."),
+        (not source.is_file(), f"--input {source} is not a file, and it is read twice; give one."),
+    )
+    target.parent.stat()
+    checkpoint = Model(model.folder, "--model", model.trust_remote_code)
+    checkpoint.check_code("--trust-remote-code")
+    if checkpoint.reads_images:
+        raise UsageError(f"{checkpoint} is a vision-language model; give a text model.")
+    config = checkpoint.config
     if model.backend == "megatron":
-        if not any(Path(model.folder).glob("*.safetensors")):
-            raise UsageError(
-                f"--model {model.folder} has no *.safetensors files, the one format --actor.backend megatron reads."
-            )
+        checkpoint.check_safetensors()
         with refusals_name_flags():
             parse_overrides(model.overrides)
             try:
@@ -188,6 +163,6 @@ def check(model: ScoreModel, source: Path, target: Path, processes: int) -> RowF
                 raise UsageError(f"--processes {processes}: {error.with_flags(megatron_flag)}") from error
             if model.fp8 is not None:
                 check_fp8(model.fp8, config, model.layout, cuda=platform.chosen_platform() == "cuda")
-    check_weights_fit(model.folder, "--model")
+    checkpoint.check_weights()
     max_length = getattr(config, "max_position_embeddings", None)
     return RowFile(source, model.folder, config.vocab_size, max_length, model.trust_remote_code)

@@ -62,10 +62,7 @@ def score(model: ScoreModel, source: RowFile, target: Path, processes: int) -> N
         raise UsageError(f"--input {source.path} is empty; give at least one line.")
     unfinished = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        try:
-            unfinished.touch()
-        except OSError as error:
-            raise UsageError(f"--output {target} cannot be written: {error.strerror}.") from error
+        unfinished.touch()
         run_processes(score_rank, processes, model, source, unfinished, total)
         if is_first_process():
             unfinished.replace(target)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # the driver refuses a command line before anything heavy is 
     from openrlhf.trainer.ppo_utils.experience import Experience
 
     from openrlhf_gtpo.token_values import TokenValues
+    from openrlhf_gtpo.training.checks.model import Model
     from openrlhf_gtpo.training.credit.loss import LossFeature
     from openrlhf_gtpo.training.credit.rollout_batch import RolloutBatch
     from openrlhf_gtpo.training.rows import Request, Row
@@ -39,8 +40,12 @@ class Feature:
         """Whether the run has this feature."""
         raise NotImplementedError
 
-    def check(self) -> None:
-        """Raise UsageError for what would train something else in silence, or fail after minutes."""
+    def check(self, model: "Model") -> None:
+        """Raise UsageError for what would train something else in silence, or fail after minutes.
+
+        Args:
+            model: the policy's checkpoint.
+        """
 
     def controller(self) -> "ControllerFeature | None":
         """Its part in the controller's process."""

@@ -108,7 +108,8 @@ def start_ray(args: SimpleNamespace, gpus: int) -> None:
         gpus: the number of GPUs that Ray is to assume on a host without CUDA, if it is started here.
 
     Raises:
-        UsageError: no Ray answers at RAY_ADDRESS, or Ray cannot write its files or make its sockets here.
+        UsageError: no Ray answers at RAY_ADDRESS.
+        OSError: Ray cannot write its files or make its sockets here.
         Restartable: Ray did not start here in time.
     """
     import ray
@@ -142,10 +143,6 @@ def start_ray(args: SimpleNamespace, gpus: int) -> None:
             return
         except ConnectionError as error:  # such as for RAY_ADDRESS=auto, which check_ray cannot try
             raise _no_ray(error) from error
-        except OSError as error:
-            too_long = "AF_UNIX" in str(error)
-            remedy = "; set TMPDIR, or RAY_TMPDIR where it is set, to a shorter path" if too_long else ""
-            raise UsageError(f"Ray cannot start on this host: {error}{remedy}.") from error
         except Exception as error:
             if "timed out during startup" not in str(error):  # Ray raises no type of its own
                 raise

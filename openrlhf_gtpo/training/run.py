@@ -9,10 +9,12 @@ from typing import Any
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.training import host, patch
+from openrlhf_gtpo.training.checks.data import check_data
 from openrlhf_gtpo.training.checks.megatron import check_megatron
-from openrlhf_gtpo.training.checks.models import check_weights_fit
+from openrlhf_gtpo.training.checks.model import Model
 from openrlhf_gtpo.training.checks.results import check_earlier_runs
-from openrlhf_gtpo.training.checks.settings import check_every_run, check_inputs, check_shared_gpus
+from openrlhf_gtpo.training.checks.reward import check_reward
+from openrlhf_gtpo.training.checks.settings import check_reads_text, check_settings
 from openrlhf_gtpo.training.controller import stop
 from openrlhf_gtpo.training.controller.checkpoint_disk import check_room
 from openrlhf_gtpo.training.feature import Feature
@@ -53,7 +55,6 @@ def parse(argv: Sequence[str]) -> SimpleNamespace:
     platform.choose()
     args = upstream_parser.parse(argv)
     choose_entropy(args)
-    check_every_run(args)
     if args.train.replay_rollouts:
         leave_out_engines(args)
     if platform.chosen_platform() == "cpu":
@@ -62,19 +63,36 @@ def parse(argv: Sequence[str]) -> SimpleNamespace:
 
 
 def check(args: SimpleNamespace) -> None:
-    """Check everything that can be checked before any engine starts.
+    """All checks of a run, in their order, before anything starts. Each is here because what it prevents is silent or
+    dear: training would go on and learn something else, or fail after minutes, or lose data.
 
     Raises:
-        UsageError: a combination, input or cluster that cannot work.
+        UsageError: the first thing that is wrong.
+        OSError: a path that cannot be what its flag says.
     """
-    check_earlier_runs(args)
-    check_megatron(args)
-    check_inputs(args)
-    check_shared_gpus(args)
+    trusted, replays = args.actor.trust_remote_code, args.train.replay_rollouts  # a replay neither samples nor scores
+    policy = Model(args.actor.model_name_or_path, "--actor.model_name_or_path", trusted)
+    others = {"critic": args.critic.model_name_or_path}
+    others |= {} if args.reward.remote_url else {"reward": args.reward.model_name_or_path}
+    models = [policy, *(Model(name, f"--{role}.model_name_or_path", trusted) for role, name in others.items() if name)]
+
+    check_settings(args)  # flags that contradict each other
+    check_earlier_runs(args)  # what must not be replaced, and what to go on from
+    for model in models:
+        model.check_code("--actor.trust_remote_code")  # before anything reads more of a checkpoint
+        model.check_files()
+    policy.check_transferable()  # to vLLM
+    check_reads_text(args, policy)
+    check_megatron(args, policy)  # layout, FP8, what the Megatron actor does not do
+    if not replays:
+        check_reward(args)
+    policy.check_vocabulary()
+    if not replays:
+        check_data(args, policy)  # every row's prompt and label
     for feature in features_of(args):
-        feature.check()
-    check_weights_fit(args.actor.model_name_or_path, "--actor.model_name_or_path")
-    check_room(args)
+        feature.check(policy)
+    policy.check_weights()
+    check_room(args, policy)  # on the disks for results
     host.check_ray()
 
 

@@ -176,7 +176,7 @@ def test_every_episode_gives_its_prompts_again(command: dict[str, Any]) -> None:
 
 
 def test_a_missing_model_or_data_set_is_one_sentence(refuse: Refuse) -> None:
-    assert "does not exist" in refuse(changes={"--actor.model_name_or_path": "/nowhere"})
+    assert "/nowhere is not a folder" in refuse(changes={"--actor.model_name_or_path": "/nowhere"})
     assert "--data.prompt_dataset is missing" in refuse(changes={"--data.prompt_dataset": None})
 
 

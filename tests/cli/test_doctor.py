@@ -338,4 +338,5 @@ def test_the_models_files(capsys: Any, tmp_path: Path, monkeypatch: pytest.Monke
     assert status == "wrong" and f"nor fully in the cache {tmp_path / 'cache'}: hf download someone/something" in text
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # the run fetches it
     assert said("model", capsys, "--model", "someone/something")[0] == "warning"
-    assert said("model", capsys, "--model", "/no/model") == ("wrong", "--model /no/model does not exist.")
+    status, text = said("model", capsys, "--model", "/no/model")
+    assert status == "wrong" and text.startswith("--model /no/model is not a folder")

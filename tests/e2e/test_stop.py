@@ -24,7 +24,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import read_runs
 from openrlhf_gtpo.report.rollouts import find_dumps, read_settings
-from openrlhf_gtpo.training.controller.checkpoint_disk import checkpoint_bytes, parameters_of
+from openrlhf_gtpo.training.checks.model import Model
+from openrlhf_gtpo.training.controller.checkpoint_disk import checkpoint_bytes
 from tests.e2e.conftest import Finished, finish
 from tests.e2e.holding import Hold
 from tests.slurm_cluster import until
@@ -63,7 +64,7 @@ def test_a_run_that_is_killed_stopped_and_resumed_makes_the_steps_of_one_that_is
     (actor / "global_step2").mkdir(parents=True)  # left behind by a run that died in its first checkpoint
     _train_until_stopped([*argv, "--vllm.num_engines", "2"], folder, hold)
     size = sum(path.stat().st_size for path in (actor / "global_step5").rglob("*") if path.is_file())
-    estimate = checkpoint_bytes(parameters_of(str(tiny_model)))  # a lower bound, and a close one
+    estimate = checkpoint_bytes(Model(str(tiny_model), "--model").parameters or 0)  # a lower bound, and a close one
     assert estimate <= size < 1.5 * estimate
     (folder / "checkpoints" / "stop").touch()  # a request that came too late for the first run
     run = finish(argv, folder)

@@ -109,7 +109,7 @@ def test_mistakes_are_one_sentence(convert: Callable[..., Ended], source: Path, 
     (truncated / "checkpoint.json").write_text(json.dumps(manifest))
     new = tmp_path / "new"
     mistakes = [
-        (("hf-to-megatron", tmp_path / "nowhere", new), "is not a Hugging Face model: it has no config.json."),
+        (("hf-to-megatron", tmp_path / "nowhere", new), f"SRC {tmp_path / 'nowhere'} is not a folder"),
         (("hf-to-megatron", cut, new), f"SRC {cut}: {weights.name} cannot be read: "),
         (("hf-to-megatron", source, full), "is not empty; name a new folder."),
         (("hf-to-megatron", source, full / "something"), "is a file; name a new folder."),

@@ -100,9 +100,7 @@ def test_processes_fetch_a_model_once_and_nothing_that_is_not_read(hub: tuple[st
     assert first == second and sorted(file.name for file in Path(first).iterdir()) == sorted(FILES)
     assert sorted(asked) == sorted([*FILES, *["what there is"] * 2])
     assert unknown.startswith("someone/nothing is not a folder on ")
-    assert unknown.endswith(
-        "shows no model of that name; check it, and set HF_TOKEN if the model is private or gated."
-    )
+    assert "Repository Not Found" in unknown
 
 
 @pytest.fixture
@@ -150,14 +148,14 @@ def test_a_part_of_a_model_is_no_model(cached: Callable[..., Path], names: tuple
 def test_a_model_that_is_neither_here_nor_cached(
     cached: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with pytest.raises(UsageError, match="HF_HUB_OFFLINE is set, and the cache .* does not have all of it; fetch it"):
+    with pytest.raises(UsageError, match="someone/something .*HF_HUB_OFFLINE"):
         model_folder("someone/something")
-    with pytest.raises(UsageError, match="not a name on the Hugging Face Hub either"):
+    with pytest.raises(UsageError, match="Repo id must"):
         model_folder(tmp_path / "nowhere")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.hf_api.ENDPOINT", "http://127.0.0.1:9", raising=False)
-    with pytest.raises(UsageError, match="the Hugging Face Hub cannot be reached .*refused.*, and the cache"):
+    with pytest.raises(UsageError, match="someone/something .*refused"):
         model_folder("someone/something")
 
 

@@ -148,7 +148,7 @@ def test_a_line_that_cannot_be_used(
         (["--megatron.fp8", "hybrid"], "needs a CUDA device"),
         (["--layers_in_bf16", "1"], "leave none of this model's 2 layers in FP8"),
         (["--estimator", "rloo"], "--estimator='rloo' is not a known option; use one of 'gtpo', "),
-        (["--layers-in-bf16", "-1"], "Expected --layers-in-bf16 >= 0, got -1."),
+        (["--layers-in-bf16", "-1"], "--megatron.num_layers_at_start_in_bf16 -1 is not between 0 and"),
         (["--megatron.tensor_model_parallel_size", "3"], "does not divide this model's 4 attention heads"),
         (["--temperature", "0"], "--temperature 0 gives no probabilities"),
         (["--model", "/nowhere"], "--model /nowhere is not a folder"),

@@ -15,6 +15,7 @@ from openrlhf_gtpo.cli.report import main
 from openrlhf_gtpo.report.rollouts import write_dump
 from openrlhf_gtpo.scoring import score
 from openrlhf_gtpo.scoring.inputs import ScoreModel, check
+from openrlhf_gtpo.training.checks.model import Model
 
 PROMPTS, RESPONSES = (3, 2, 4, 3), (5, 7, 4, 6)
 
@@ -108,8 +109,7 @@ def test_a_dump_without_credit_or_of_other_tokens_is_refused(
     rollout: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dump = tmp_path / "step_000001.parquet"
-    loads = "openrlhf_gtpo.training.checks.models.load_tokenizer"
-    monkeypatch.setattr(loads, lambda *of: SimpleNamespace(get_vocab=lambda: {"a": 0}))
+    monkeypatch.setattr(Model, "tokenizer", SimpleNamespace(get_vocab=lambda: {"a": 0}))
     write_dump(dump, {"step": 1, "estimator": "gtpo", "config": {}, "vocabulary": "x", "model": "other"}, rollout)
     assert main(["mismatch", str(dump), "--model", "MODEL"]) == 2
     assert "has token ids of other, which mean others to --model MODEL." in capsys.readouterr().err

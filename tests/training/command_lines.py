@@ -141,3 +141,9 @@ def table(path: Path, rows: list[dict[str, Any]]) -> Path:
     """Write ``rows`` to ``path`` as a data set of JSON lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def assert_names(sentence: str, names: str) -> None:
+    """Check that a refusal names all of ``names``: flags, or words of a rule that has none. Its form is checked by
+    the fixture ``refused``, for all of them."""
+    assert all(name in sentence for name in names.split()), sentence

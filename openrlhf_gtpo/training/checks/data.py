@@ -1,56 +1,53 @@
 """The data sets that a command line names, and every row of those that are local."""
 
 import json
-import math
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from openrlhf_gtpo.algorithms import ESTIMATORS
 from openrlhf_gtpo.errors import UsageError, one_line
-from openrlhf_gtpo.training.checks.models import token_ids
+from openrlhf_gtpo.training.checks.model import Model, token_ids
+
+PROMPTS = "--data.prompt_dataset"
+
+
+def check_data(args: SimpleNamespace, model: Model) -> None:
+    """Refuse rows of the run's local data sets from which it would learn something else, or that end it later on. Of
+    a model that reads images, only the first row is looked at, and only for what ends the run."""
+    strict, tokenizer = args.algo.advantage.estimator in ESTIMATORS, None if model.reads_images else model.tokenizer
+    json_for = None  # why labels must fit into JSON
+    if args.algo.guide.rescue_batch:  # as part of a checkpoint
+        json_for = "--algo.guide.rescue_batch"
+    elif not args.train.agent_func_path and args.reward.remote_url and not args.reward.remote_url[0].endswith(".py"):
+        json_for = "--reward.remote_url"
+    check_dataset(args, tokenizer, args.data.prompt_dataset, args.data.prompt_split, PROMPTS, strict, json_for)
+    if args.eval.dataset:
+        check_dataset(args, tokenizer, args.eval.dataset, args.eval.split, "--eval.dataset", strict, json_for)
 
 
 def check_dataset(
     args: SimpleNamespace,
     tokenizer: Any,
-    names: str | None,
+    names: str,
     split: str,
     flag: str,
     strict: bool = True,
     json_for: str | None = None,
 ) -> None:
-    """Refuse local data sets that are missing, unreadable or empty, or lack a column, and a prompt that cannot be
-    made.
+    """Refuse local data sets that are unreadable or empty, or lack a column, and a prompt that cannot be made.
 
     Args:
         tokenizer: the model's; None looks at the first row alone, as for a model that reads images.
         strict: refuse null labels, and prompts that leave no room to respond, too; upstream's estimators take both.
         json_for: the flag because of which labels must fit into JSON, if any.
     """
-    if not names:
-        raise UsageError(f"{flag} is missing; give a data set.")
     for name, rows in _tables(args, names, split, flag):
         if rows is not None and tokenizer is None:
             next(rows)
         elif rows is not None:
             _check_rows(args, tokenizer, rows, f"{flag} {name}", strict, json_for)
-
-
-def check_prompt_probs(args: SimpleNamespace) -> None:
-    if args.data.prompt_probs is None:
-        return
-    count = len(args.data.prompt_dataset.split(","))
-    try:
-        probs = [float(word) for word in args.data.prompt_probs.split(",")]
-    except ValueError:
-        probs = []
-    if len(probs) != count or min(probs) < 0 or not math.isclose(sum(probs), 1, abs_tol=1e-8):
-        raise UsageError(
-            f"Expected --data.prompt_probs to be {count} probabilities that add up to 1, one for each data set of "
-            f"--data.prompt_dataset, got {args.data.prompt_probs}."
-        )
 
 
 def table_rows(args: SimpleNamespace, names: str, split: str, flag: str) -> int | None:
@@ -67,13 +64,10 @@ def _tables(
     args: SimpleNamespace, names: str, split: str, flag: str
 ) -> Iterator[tuple[str, Iterator[dict[str, Any]] | None]]:
     """Each data set that ``flag`` names, and its rows, or None for a hub name, which the run loads."""
-    from openrlhf_gtpo.training.checks.prompts import TABLES, rows_of
+    from openrlhf_gtpo.training.checks.prompts import is_local, rows_of
 
     for name in (part.strip() for part in names.split(",")):
-        path = Path(name.split("@")[0])
-        if not path.exists() and (path.suffix in TABLES or path.is_absolute() or name.startswith(".")):
-            raise UsageError(f"{flag} {name} does not exist.")
-        yield name, rows_of(args, name, split, flag) if path.exists() else None
+        yield name, rows_of(args, name, split, flag) if is_local(name) else None
 
 
 def _check_rows(
@@ -89,16 +83,7 @@ def _check_rows(
     longest = args.rollout.max_new_tokens
     room = args.data.max_len - (longest or 1)
     keys = args.data.input_key, args.data.label_key
-    if args.data.apply_chat_template and tokenizer.chat_template is None:
-        raise UsageError(
-            f"--data.apply_chat_template: {args.actor.model_name_or_path} has no chat template; leave the flag out, "
-            "or give a model that has one."
-        )
     for row, data in enumerate(islice(rows, args.data.max_samples), start=1):
-        if data[keys[0]] is None:
-            raise UsageError(
-                f"{where}: row {row} has no prompt ({keys[0]!r} of --data.input_key is null); drop that row."
-            )
         try:
             prompt, label = prompt_and_label(data, args, tokenizer)
             size = len(prompt.encode())  # raises for half of a surrogate pair, which no tokenizer takes

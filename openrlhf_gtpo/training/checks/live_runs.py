@@ -33,6 +33,7 @@ def alone(args: SimpleNamespace, patience: float = _PATIENCE, silence: float = _
 
     Raises:
         UsageError: another run has one of them, still after ``patience`` seconds.
+        OSError: one of their folders cannot be made or written to.
     """
     paths = _lock_files(args)
     holder = f"process {os.getpid()} on {socket.gethostname()}, started {time.strftime('%Y-%m-%d %H:%M:%S')}"
@@ -78,18 +79,15 @@ def _lock_files(args: SimpleNamespace) -> dict[Path, str]:
     """The file that is locked for each flag's folder or file, in a folder that exists now, to the flag."""
     paths: dict[Path, str] = {}
     model = Path(args.ckpt.output_dir).absolute()
-    try:
-        Path(args.ckpt.path).mkdir(parents=True, exist_ok=True)
-        model.parent.mkdir(parents=True, exist_ok=True)
-        # Beside a folder that the trained model is given at once; in it only if it must be there already.
-        beside = os.access(model.parent, os.W_OK)
-        paths[model.with_name(f"{model.name}.lock") if beside else model / "run.lock"] = f"--ckpt.output_dir {model}"
-        paths[Path(args.ckpt.path, "run.lock")] = f"--ckpt.path {args.ckpt.path}"
-        if metrics := args.logger.metrics_path:
-            Path(metrics).parent.mkdir(parents=True, exist_ok=True)
-            paths[Path(f"{metrics}.lock")] = f"--logger.metrics_path {metrics}"
-    except OSError as error:
-        raise UsageError(f"{error.filename} cannot be made ({error.strerror}); give another folder.") from error
+    Path(args.ckpt.path).mkdir(parents=True, exist_ok=True)
+    model.parent.mkdir(parents=True, exist_ok=True)
+    # Beside a folder that the trained model is given at once; in it only if it must be there already.
+    beside = os.access(model.parent, os.W_OK)
+    paths[model.with_name(f"{model.name}.lock") if beside else model / "run.lock"] = f"--ckpt.output_dir {model}"
+    paths[Path(args.ckpt.path, "run.lock")] = f"--ckpt.path {args.ckpt.path}"
+    if metrics := args.logger.metrics_path:
+        Path(metrics).parent.mkdir(parents=True, exist_ok=True)
+        paths[Path(f"{metrics}.lock")] = f"--logger.metrics_path {metrics}"
     return {path.resolve(): flag for path, flag in paths.items()}
 
 
@@ -100,10 +98,7 @@ def _take(path: Path, silent: dict[str, tuple[int, float]], silence: float) -> T
         silent: of holders on other hosts: the last touch, in ns, and since when nothing has followed it.
     """
     while True:
-        try:
-            file = path.open("a+", encoding="utf-8", errors="replace")
-        except OSError as error:
-            raise UsageError(f"{path} cannot be written ({error.strerror}).") from error
+        file = path.open("a+", encoding="utf-8", errors="replace")
         file.seek(0)
         record = file.read()
         kernel, _, holder = record.partition("\n")

@@ -120,6 +120,12 @@ def blending_datasets(
     return Rows(tables[place["table"]][place["row"]] for place in drawn)
 
 
+def is_local(name: str) -> bool:
+    """Whether a data set is, or should be, on this host's disk, and not on the Hub."""
+    path = Path(name.partition("@")[0].strip())
+    return path.exists() or path.suffix in TABLES or path.is_absolute() or name.startswith(".")
+
+
 def rows_of(args: SimpleNamespace, name: str, split: str, flag: str = "data set") -> Iterator[dict[str, Any]]:
     """Yield the rows of one data set, with the columns that prompts are made from: JSON values and CSV cells as they
     stand there, from Parquet and Arrow what each file's own types say.
@@ -151,7 +157,7 @@ def rows_of(args: SimpleNamespace, name: str, split: str, flag: str = "data set"
     except UsageError as error:
         raise UsageError(f"{flag} {error}") from error
     except Exception as error:  # datasets wraps parsers that raise their own types
-        if not Path(folder).exists():  # the Hub, which another try may reach
+        if not is_local(name):  # the Hub, which another try may reach
             raise
         kind = TABLES.get(Path(folder).suffix, "a data set")
         raise UsageError(f"{flag} {folder} cannot be read as {kind}: {one_line(error.__cause__ or error)}") from error
@@ -165,9 +171,7 @@ def _rows(
     folder, _, data_dir = (part.strip() for part in name.partition("@"))
     path, config = Path(folder), None
     splits: Mapping[str, Any]
-    if path.is_file():
-        if path.suffix not in TABLES:  # datasets would ask the Hub for it
-            raise UsageError(f"{path} is not one of {', '.join(TABLES)}; convert or rename it.")
+    if path.suffix in TABLES and not path.is_dir():
         kind, splits = TABLES[path.suffix], {"train": [str(path)]}
     elif (path / "state.json").exists() or (path / "dataset_dict.json").exists():  # written by save_to_disk
         kind, loaded = "", datasets.load_from_disk(folder)

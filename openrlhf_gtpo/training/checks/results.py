@@ -63,13 +63,10 @@ def check_checkpoints(args: SimpleNamespace) -> None:
         UsageError: ``--ckpt.path`` has such files, or lacks the checkpoint that ``--ckpt.load_tag`` names.
     """
     ckpt, folders = args.ckpt, checkpoint_folders(args)
-    try:
+    if not ckpt.load_enable:
         there = sorted({name for folder in folders for name in names(folder)})
         others = [*Path(ckpt.path).glob(f"{FOLDER}/step_*.parquet")] if args.logger.dump_rollouts else []
         others += Path(ckpt.path).glob("*_hf") if ckpt.save_hf else []
-    except OSError as error:
-        raise UsageError(f"--ckpt.path {ckpt.path} cannot be read ({error.strerror}); give another folder.") from error
-    if not ckpt.load_enable:
         if there and not ckpt.disable_ds:
             raise UsageError(
                 f"--ckpt.path {ckpt.path} has checkpoints of an earlier run ({', '.join(there)}), which this one "
@@ -80,8 +77,6 @@ def check_checkpoints(args: SimpleNamespace) -> None:
                 f"--ckpt.path {ckpt.path} has {min(others).name} of an earlier run, which this one could replace; "
                 "give another folder."
             )
-        if ckpt.load_tag is not None:
-            raise UsageError("--ckpt.load_tag chooses the checkpoint to go on from; give --ckpt.load_enable with it.")
         return
     try:
         path = candidate(folders, ckpt.load_tag)

@@ -1,12 +1,12 @@
 """The disk for checkpoints, and whether one fits on it. Must not import Ray, which the driver has not set up yet."""
 
-import math
 import os
 from pathlib import Path
 from types import SimpleNamespace
 
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.platform.files import existing_parent, free_bytes, gigabytes, weight_shapes
+from openrlhf_gtpo.platform.files import existing_parent, free_bytes, gigabytes
+from openrlhf_gtpo.training.checks.model import Model
 
 # Bytes per parameter: the weight in bfloat16; the weight in float32 with Adam's two moments.
 _WEIGHT_BYTES = 2
@@ -21,7 +21,7 @@ def writes_checkpoints(args: SimpleNamespace) -> bool:
     return not ckpt.disable_ds and bool(ckpt.save_steps > 0 or ckpt.stop_file or ckpt.load_enable or keeps_best)
 
 
-def check_room(args: SimpleNamespace) -> None:
+def check_room(args: SimpleNamespace, model: Model) -> None:
     """Refuse result folders that cannot be written to, and a disk without room for the trained model or for even one
     checkpoint, if the model's size and the free space are known.
 
@@ -34,16 +34,14 @@ def check_room(args: SimpleNamespace) -> None:
     folders |= {"--logger.tensorboard_dir": args.logger.tensorboard_dir} if args.logger.tensorboard_dir else {}
     for flag, path in folders.items():
         there = existing_parent(Path(path, "_actor") if flag == "--ckpt.path" else path)
-        if not there.is_dir():
-            raise UsageError(f"{flag} {path} cannot be a folder, as {there} is a file; give another path.")
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise UsageError(f"{flag} {path} cannot be written, as {there} is not writable; give another path.")
-    parameters = parameters_of(args.actor.model_name_or_path)
+        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+            raise UsageError(f"{flag} {path} cannot be written, because of {there}; give another path.")
+    parameters = model.parameters
     if parameters is None:
         return
     needs = [("--ckpt.output_dir", args.ckpt.output_dir, "the trained model", parameters * _WEIGHT_BYTES)]
     if writes_checkpoints(args):
-        what = f"one checkpoint of {args.actor.model_name_or_path}"
+        what = f"one checkpoint of {model.name}"
         needs.append(("--ckpt.path", args.ckpt.path, what, checkpoint_bytes(parameters)))
     for flag, path, what, needed in needs:
         free = free_bytes(path)
@@ -57,10 +55,3 @@ def check_room(args: SimpleNamespace) -> None:
 def checkpoint_bytes(parameters: int) -> int:
     """Lower bound on the size of a checkpoint, in bytes: the weights and the optimizer's states."""
     return parameters * (_WEIGHT_BYTES + _STATE_BYTES)
-
-
-def parameters_of(model: str | None) -> int | None:
-    """Number of parameters in the safetensors of a local model, from their headers; None if there are none."""
-    if not model or not Path(model).is_dir():
-        return None
-    return sum(map(math.prod, weight_shapes(Path(model)).values())) or None

@@ -157,11 +157,8 @@ def check_shared_folder(folder: str, nodes: list[dict[str, Any]]) -> None:
     """Refuse a folder that is not the same or not writable on every node: each looks for a file of this process."""
     path = Path(folder).absolute()
     token = path / f".shared-{uuid.uuid4().hex}"
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        token.write_text(token.name)
-    except OSError as error:
-        raise UsageError(f"--ckpt.path {path} cannot be written to: {error.strerror}.") from error
+    path.mkdir(parents=True, exist_ok=True)
+    token.write_text(token.name)
     try:
         answers = [(node, _start_on(node, look_for, str(token), _PATIENCE)) for node in nodes]
         for node, answer in answers:

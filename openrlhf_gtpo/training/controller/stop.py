@@ -11,8 +11,6 @@ import sys
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 
-from openrlhf_gtpo.errors import UsageError
-
 
 def stop_file(args: SimpleNamespace) -> Path:
     """The file whose presence is a request to stop. Following the request removes it, so that whoever made it sees
@@ -28,20 +26,16 @@ def prepare(args: SimpleNamespace) -> None:
     file that the flag names stays: whoever gives each run its own may ask before the run has come this far.
 
     Raises:
-        UsageError: no file can be created there.
+        OSError: no file can be created there.
     """
     if args.train.async_enable:
         return
     path = stop_file(args)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
-        if not args.ckpt.stop_file:
-            path.unlink(missing_ok=True)
-    except OSError as error:
-        flag = f"--ckpt.stop_file {path}" if args.ckpt.stop_file else f"--ckpt.path {args.ckpt.path}"
-        raise UsageError(f"{flag} cannot be used: {error.strerror}: {error.filename}.") from error
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "a file, not a folder, asks a run to stop", str(path))
+    if not args.ckpt.stop_file:
+        path.unlink(missing_ok=True)
 
     def ask(number: int, frame: FrameType | None) -> None:
         try:

@@ -131,16 +131,10 @@ def check_openrlhf() -> None:
     """Check the installed OpenRLHF against what this package relies on.
 
     Raises:
-        UsageError: it is missing, of another version, or lacks a name or signature; the message says which and names
+        UsageError: it is of another version, or lacks a name or signature; the message says which and names
             the supported versions.
     """
-    supported = ", ".join(SUPPORTED_VERSIONS)
-    try:
-        version = metadata.version("openrlhf")
-    except metadata.PackageNotFoundError:
-        raise UsageError(
-            f"OpenRLHF is not installed; install openrlhf=={SUPPORTED_VERSIONS[-1]} (supported: {supported})."
-        ) from None
+    supported, version = ", ".join(SUPPORTED_VERSIONS), metadata.version("openrlhf")
     if version not in SUPPORTED_VERSIONS:
         raise UsageError(
             f"OpenRLHF {version} is installed, but openrlhf_gtpo supports {supported}; install one of those."
@@ -150,10 +144,11 @@ def check_openrlhf() -> None:
         found = signatures(source_path(module))
         for signature in wanted:
             name, with_parameters, _ = signature.partition("(")
-            if name not in found:
-                raise UsageError(f"{module} of OpenRLHF {version} has no {name}: {remedy}")
-            if with_parameters and found[name] != signature:
-                raise UsageError(f"{module} of OpenRLHF {version} has {found[name]}, expected {signature}: {remedy}")
+            has = found.get(name)
+            if has is None or (with_parameters and has != signature):
+                raise UsageError(
+                    f"{module} of OpenRLHF {version} has {has or 'no such name'}, expected {signature}: {remedy}"
+                )
 
 
 def why_no_sampler_entropy() -> str | None:
@@ -171,12 +166,8 @@ def source_path(module: str) -> Path:
     """The source file of a module of the installed OpenRLHF, found without importing any of its packages."""
     package, *inner = module.split(".")
     spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
-        raise UsageError(f"{package} is installed but cannot be found; reinstall openrlhf=={SUPPORTED_VERSIONS[-1]}.")
-    path = Path(spec.origin).parent.joinpath(*inner).with_suffix(".py")
-    if not path.exists():
-        raise UsageError(f"OpenRLHF has no module {module}; reinstall openrlhf=={SUPPORTED_VERSIONS[-1]}.")
-    return path
+    assert spec is not None and spec.origin is not None, f"{package} is installed but cannot be found"
+    return Path(spec.origin).parent.joinpath(*inner).with_suffix(".py")
 
 
 @functools.cache  # an experiment parses hundreds of command lines

@@ -93,17 +93,13 @@ def parse_overrides(words: Sequence[str], flag: str = "override") -> dict[str, A
     values: dict[str, Any] = {}
     for word in words:
         shown = f"--megatron.{flag} {word}"
-        name, equals, text = word.partition("=")
-        if not equals:
-            raise UsageError(f"{shown} has no value; write FIELD=VALUE.")
+        name, _, text = word.partition("=")
         if name not in fields:
             nearest = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)
             hint = f"did you mean {nearest[0]}?" if nearest else "Megatron's documentation lists its fields."
             raise UsageError(f"{shown}: {name_of_config} has no field {name!r}; {hint}")
         if name in refused:
             raise UsageError(f"{shown}: {name} cannot be set here; {refused[name]}.")
-        if name in values:
-            raise UsageError(f"{shown}: {name} is given twice; leave one out.")
         values[name] = _value(shown, text, hints[name])
     return values
 

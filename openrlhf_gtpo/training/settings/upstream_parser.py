@@ -8,7 +8,6 @@ source and run with two names of its module replaced: ``argparse`` by a view of 
 
 import argparse
 import ast
-import difflib
 import functools
 import sys
 from collections.abc import Sequence
@@ -55,12 +54,7 @@ class ExtendedParser(argparse.ArgumentParser):
         self._optionals.title = "OpenRLHF's own"
         flags.add_flags(self)
         self._action_groups.sort(key=lambda group: group is self._optionals)  # OpenRLHF's many come last
-        for word in self._argv:  # Python reads --flag=-- as []: https://github.com/python/cpython/issues/109475
-            if word.startswith("--") and word.endswith("=--"):
-                raise UsageError(f"{word} has two dashes as its value; give another value, or leave the flag out.")
-        parsed, unknown = self.parse_known_args(self._argv)
-        if unknown:
-            self._refuse_unknown(unknown)
+        parsed = super().parse_args(self._argv)
         flags.adjust(parsed, self._given())
         check_values(vars(parsed))
         return parsed
@@ -77,14 +71,6 @@ class ExtendedParser(argparse.ArgumentParser):
         namespace, _ = self.parse_known_args(self._argv, argparse.Namespace(**dict.fromkeys(destinations, untouched)))
         return frozenset(d for d in destinations if getattr(namespace, d) is not untouched)
 
-    def _refuse_unknown(self, unknown: list[str]) -> NoReturn:
-        flag = next((word.split("=")[0] for word in unknown if word.startswith("-")), None)
-        if flag is None:
-            raise UsageError(f"{unknown[0]!r} belongs to no flag; every argument is --flag VALUE.")
-        nearest = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.85)
-        hint = f"; did you mean {nearest[0]}?" if nearest else "; --help lists the known ones."
-        raise UsageError(f"unknown flag {flag}{hint}")
-
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
 
@@ -96,11 +82,6 @@ def parse(argv: Sequence[str]) -> SimpleNamespace:
         UsageError: a flag or value that upstream or ``flags`` refuses.
         SystemExit: after ``--help``.
     """
-    if not argv:
-        raise UsageError(
-            "Nothing to train: give --actor.model_name_or_path MODEL, --data.prompt_dataset FILE.jsonl, "
-            "--reward.remote_url REWARD.py and --vllm.num_engines N; --help lists all flags."
-        )
     kept: list[SimpleNamespace] = []
     extended = {**vars(argparse), "ArgumentParser": functools.partial(ExtendedParser, argv)}
     namespace = {
@@ -112,14 +93,7 @@ def parse(argv: Sequence[str]) -> SimpleNamespace:
     try:
         exec(main_block(), namespace)
     except AssertionError as error:  # one of upstream's own checks
-        hint = ""
-        if "number of sample batches" in str(error):
-            hint = " Lower --rollout.micro_batch_size or --actor.num_gpus_per_node, or give more responses."
-        raise UsageError(f"{error}{hint}") from error
-    except ModuleNotFoundError as error:
-        if error.name != "modelscope":
-            raise
-        raise UsageError("--use_ms needs the package modelscope; install it, or leave the flag out.") from error
+        raise UsageError(str(error)) from error
     return kept[0]
 
 

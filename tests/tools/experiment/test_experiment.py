@@ -19,6 +19,7 @@ from openrlhf_gtpo.cli import experiment
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.tools.experiment import runner
 from openrlhf_gtpo.tools.experiment.grid import read_grid, words
+from openrlhf_gtpo.training.checks.model import Model
 from openrlhf_gtpo.training.checks.results import check_metrics_file, check_results
 
 
@@ -405,15 +406,13 @@ def test_a_run_whose_evaluation_was_interrupted_is_held_to_that_ones_checks_alon
         (run.folder / "metrics.jsonl").write_text('{"kind": "run", "step": 1, "run": "x", "ended": true}\n')
     assert experiment.main([str(file), "--dry-run"]) == 0
     asked = []
-    loads = "openrlhf_gtpo.training.checks.models.load_tokenizer"
-    monkeypatch.setattr(loads, lambda model, flag: asked.append(model))
-    for name in ("check_model", "check_length"):
-        monkeypatch.setattr(loads.replace("load_tokenizer", name), lambda *of: None)
+    monkeypatch.setattr(Model, "check_weights", lambda model: asked.append(model.name))
+    monkeypatch.setattr(Model, "tokenizer", None)
     evaluate = {"eval.dataset": str(tmp_path / "none.jsonl"), "reward.remote_url": "reward.py"}
     evaluate |= {"data.max_len": 64, "rollout.max_new_tokens": 8}
     write(tmp_path, methods={"gtpo": None}, settings={}, seeds=[1], baseline="gtpo", evaluate=evaluate)
     assert experiment.main([str(file), "--dry-run"]) == 2
-    assert capsys.readouterr().err.endswith(f"--eval.dataset {tmp_path}/none.jsonl does not exist.\n")
+    assert capsys.readouterr().err.count(f"--eval.dataset {tmp_path}/none.jsonl cannot be read") == 1
     assert asked == [str(run.folder / "model")]
 
 
@@ -445,8 +444,8 @@ def test_what_is_evaluated_is_looked_at_before_the_first_run(
     monkeypatch.setattr(
         "openrlhf_gtpo.training.run.check", lambda args: None
     )  # the check of training, which is not under test here
-    for name in ("check_model", "check_length", "load_tokenizer"):
-        monkeypatch.setattr(f"openrlhf_gtpo.training.checks.models.{name}", lambda *of: None)
+    monkeypatch.setattr(Model, "check_weights", lambda model: None)
+    monkeypatch.setattr(Model, "tokenizer", None)
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"input": "1 + 1", "label": "2"}\n' * 8)
     (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    return {}\n")
@@ -468,7 +467,7 @@ def test_what_is_evaluated_is_looked_at_before_the_first_run(
     limits = {"data.max_len": 64, "rollout.max_new_tokens": 8}
     methods = {"gtpo": {"algo.advantage.estimator": "gtpo"}}
     for changed, sentence in (
-        ({"eval.dataset": str(tmp_path / "none.jsonl")}, "--eval.dataset {tmp}/none.jsonl does not exist."),
+        ({"eval.dataset": str(tmp_path / "none.jsonl")}, "Local file {tmp}/none.jsonl doesn't exist"),
         ({}, "--eval.dataset {tmp}/rows.jsonl has no split 'test' (--eval.split); it has train."),
         ({"eval.slip": "train"}, "unknown flag eval.slip; did you mean eval.split?"),
         ({"learning_rate": 1}, "unknown flag learning_rate; cli.evaluate --help lists the known ones."),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "megatron")]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "megatron")]
 
 from rank_pool import RankPool  # noqa: E402
 

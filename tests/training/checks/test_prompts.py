@@ -18,11 +18,10 @@ import pytest
 from command_lines import argv_of, table
 
 from openrlhf_gtpo.scoring.answers import questions_of
-from openrlhf_gtpo.training.checks.models import load_tokenizer
+from openrlhf_gtpo.training.checks.model import Model
 from openrlhf_gtpo.training.checks.prompts import Prompts, blending_datasets
-from openrlhf_gtpo.training.checks.settings import check_inputs
 from openrlhf_gtpo.training.rollout.rewards import Patience, StrictRewardExecutor
-from openrlhf_gtpo.training.run import parse
+from openrlhf_gtpo.training.run import check, parse
 
 pytestmark = pytest.mark.usefixtures("no_engine")
 
@@ -43,14 +42,14 @@ LABELS: list[list[Any]] = [
 def loaded(command: dict[str, Any], **flags: Any) -> Prompts:
     """The prompts of a command line that passes the checks, as the controller loads them."""
     args = parse(argv_of(command | {f"--data.{name}": value for name, value in flags.items()}))
-    check_inputs(args)
+    check(args)
     strategy = SimpleNamespace(args=args, print=print, is_rank_0=lambda: False)
     data = args.data
     rows = blending_datasets(
         data.prompt_dataset, data.prompt_probs, strategy, max_count=data.max_samples, dataset_split=data.prompt_split
     )
     rows = rows.select(range(min(data.max_samples, len(rows))))
-    tokenizer = load_tokenizer(args.actor.model_name_or_path, "--actor.model_name_or_path", False)
+    tokenizer = Model(args.actor.model_name_or_path, "--actor.model_name_or_path").tokenizer
     return Prompts(rows, tokenizer, strategy, input_template=data.input_template)
 
 
@@ -140,7 +139,7 @@ def test_labels_of_a_saved_data_set(command: dict[str, Any], tmp_path: Path) -> 
 def test_labels_that_json_lacks_are_refused_where_json_carries_them(
     refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("openrlhf_gtpo.training.checks.settings.check_reward", lambda args: None)
+    monkeypatch.setattr("openrlhf_gtpo.training.run.check_reward", lambda args: None)
     path = tmp_path / "when.parquet"
     pq.write_table(pa.table({"question": ["q"], "answer": [datetime(2024, 1, 1)]}), path)
     server = {"--data.prompt_dataset": path, "--reward.remote_url": "http://127.0.0.1:9"}
@@ -169,7 +168,7 @@ def test_blending(command: dict[str, Any], tmp_path: Path) -> None:
 def test_evaluation_gives_the_same_labels(command: dict[str, Any], tmp_path: Path) -> None:
     path = table(tmp_path / "labels.jsonl", [{"question": "a", "answer": 3}, {"question": "b", "answer": 3.5}])
     args = parse(argv_of(command))
-    tokenizer = load_tokenizer(args.actor.model_name_or_path, "--model", False)
+    tokenizer = Model(args.actor.model_name_or_path, "--model").tokenizer
     assert repr(questions_of(args, tokenizer, str(path), "train")) == "[('a', 3), ('b', 3.5)]"
 
 

@@ -10,7 +10,7 @@ from command_lines import argv_of
 
 from openrlhf_gtpo.report.rollouts import VERSION, dump_file, vocabulary_digest, write_dump
 from openrlhf_gtpo.training import host, run
-from openrlhf_gtpo.training.checks.models import load_tokenizer
+from openrlhf_gtpo.training.checks.model import Model
 
 pytestmark = pytest.mark.usefixtures("no_engine")
 
@@ -21,7 +21,7 @@ NOT_SAMPLED = ("--vllm.num_engines", "--reward.remote_url", "--data.prompt_datas
 @pytest.fixture
 def dump(model: Path, tmp_path: Path) -> Callable[..., Path]:
     """Writes a dump that the command line can replay unless ``settings`` or ``table`` spoil it; returns its folder."""
-    vocabulary = vocabulary_digest(load_tokenizer(str(model), "--actor.model_name_or_path"))
+    vocabulary = vocabulary_digest(Model(str(model), "--actor.model_name_or_path").tokenizer)
 
     def write(step: int = 1, folder: str = "rollouts", table: dict[str, Any] | None = None, **settings: Any) -> Path:
         ones: list[Any] = [1.0] * 4

@@ -61,8 +61,8 @@ def test_a_file_of_another_kind_gets_no_metrics(refused: Callable[..., str], tmp
     message = refused({"--logger.metrics_path": reward})
     assert message.endswith("reward.py has no metrics: line 1 is not a metrics line; name a new file.")
     assert reward.read_text() == before
-    assert "is a folder; name a file in it" in refused({"--logger.metrics_path": tmp_path})
-    assert "as " + str(reward) in refused({"--logger.tensorboard_dir": reward})
+    assert "cannot be written as a file" in refused({"--logger.metrics_path": tmp_path})
+    assert f"because of {reward}" in refused({"--logger.tensorboard_dir": reward})
 
 
 def test_the_trained_model_replaces_no_other(command: dict[str, Any], model: Path, tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_what_cannot_be_gone_on_from_is_refused(
     assert "cannot be read" in refused(
         resume | {"--ckpt.load_tag": "global_step1"}
     )  # but they take no checkpoint other than the one asked for
-    assert refused({"--ckpt.path": "x" * 300}).endswith("cannot be read (File name too long); give another folder.")
+    assert "File name too long" in refused({"--ckpt.path": "x" * 300})
     folder.rename(folder.with_name("global_step1.corrupt"))
     assert "no checkpoint that is known to be whole (global_step1.corrupt)" in refused(resume)
     make_checkpoint(tmp_path, "global_step3", model={}, dtype="bfloat16", optimizer=True)

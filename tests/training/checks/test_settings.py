@@ -12,20 +12,18 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from command_lines import argv_of
+from command_lines import argv_of, assert_names
 
-from openrlhf_gtpo.cli import train_ppo_ray
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.training import host
-from openrlhf_gtpo.training.checks.settings import check_every_run, check_inputs, check_shared_gpus
-from openrlhf_gtpo.training.run import parse
+from openrlhf_gtpo.training.run import check, parse
 
 pytestmark = pytest.mark.usefixtures("no_engine")
 
 
 def test_the_command_line_of_these_tests_is_good(command: dict[str, Any]) -> None:
     for estimator in ("gtpo", "grpo_s"):
-        check_inputs(parse(argv_of(command | {"--algo.advantage.estimator": estimator})))
+        check(parse(argv_of(command | {"--algo.advantage.estimator": estimator})))
 
 
 def test_upstreams_estimators_are_held_to_what_always_fails(
@@ -33,77 +31,78 @@ def test_upstreams_estimators_are_held_to_what_always_fails(
 ) -> None:
     upstreams = {"--algo.advantage.estimator": "group_norm", "--rollout.top_p": 0.9}
     for flag in ("--data.prompt_dataset", "--eval.dataset", "--actor.model_name_or_path", "--train.agent_func_path"):
-        assert refused(upstreams | {flag: "/nowhere.jsonl"}) == f"{flag} /nowhere.jsonl does not exist."
+        assert "/nowhere.jsonl" in refused(upstreams | {flag: "/nowhere.jsonl"})
     assert "has no column 'text'" in refused(upstreams | {"--data.input_key": "text"})
     (tmp_path / "null.jsonl").write_text('{"question": "2 + 2", "answer": null}\n')
-    check_inputs(parse(argv_of(command | upstreams | {"--data.prompt_dataset": tmp_path / "null.jsonl"})))
+    check(parse(argv_of(command | upstreams | {"--data.prompt_dataset": tmp_path / "null.jsonl"})))
 
 
 # ── The command line itself ──
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "names"),
     [
         (
             {"--rollout.n_samples_per_prompt": 1},
-            "Expected --rollout.n_samples_per_prompt >= 2, which gtpo compares, got 1.",
+            "--rollout.n_samples_per_prompt",
         ),
         ({"--rollout.n_samples_per_prompt": None}, "n_samples_per_prompt >= 2, which gtpo compares, got 1."),
-        ({"--actor.loss_agg_mode": "seq-mean-token-mean"}, "--actor.loss_agg_mode seq-mean-token-mean does not fit"),
+        ({"--actor.loss_agg_mode": "seq-mean-token-mean"}, "--actor.loss_agg_mode"),
         ({"--algo.advantage.estimator": "grpo_s", "--actor.loss_agg_mode": "token-mean"}, "does not fit"),
-        ({"--actor.policy_loss_type": "gspo"}, "--actor.policy_loss_type gspo does not fit"),
+        ({"--actor.policy_loss_type": "gspo"}, "--actor.policy_loss_type"),
         (
             {"--algo.gtpo.variant": "v2", "--algo.gtpo.alpha1": 0.5, "--algo.gtpo.kappa": 4},
             "alpha1 + alpha1/kappa = 0.625 < 1",
         ),
-        ({"--algo.gtpo.varient": "v1"}, "unknown flag --algo.gtpo.varient; did you mean --algo.gtpo.variant?"),
+        ({"--algo.gtpo.varient": "v1"}, "--algo.gtpo.varient"),
         ({"--algo.gtpo.variant": "v9"}, "invalid choice: 'v9'"),
-        ({"--train.seed": "one"}, "argument --train.seed: invalid int value: 'one'"),
-        ({"--vllm.num_engines": None, "--ds.packing_samples": True}, "Expected --vllm.num_engines >= 1 to sample"),
+        ({"--train.seed": "one"}, "--train.seed"),
+        ({"--vllm.num_engines": None, "--ds.packing_samples": True}, "--vllm.num_engines"),
         (
             {"--algo.advantage.is_correction_level": "token", "--algo.advantage.is_correction_threshold": [2, 0.5]},
-            "Expected --algo.advantage.is_correction_threshold LOW HIGH with LOW < HIGH, got 2 0.5.",
+            "--algo.advantage.is_correction_threshold",
         ),
-        ({"--reward.clip_range": [10, -10]}, "Expected --reward.clip_range LOW HIGH with LOW < HIGH, got 10 -10."),
-        ({"--actor.lr_scheduler": "cosin"}, "Expected --actor.lr_scheduler to be one of linear, cosine, "),
+        ({"--reward.clip_range": [10, -10]}, "--reward.clip_range"),
+        ({"--algo.dynamic_filtering_range": [1, 0]}, "--algo.dynamic_filtering_range"),
+        ({"--actor.lr_scheduler": "cosin"}, "--actor.lr_scheduler"),
         (
             {"--vllm.sync_checksum": True, "--vllm.sync_with_ray": True},
-            "--vllm.sync_checksum cannot be combined with --vllm.sync_with_ray",
+            "--vllm.sync_checksum --vllm.sync_with_ray",
         ),
         (
             {"--vllm.sync_checksum": True, "--actor.freeze_visual_encoder": True},
-            "--vllm.sync_checksum cannot be combined with --actor.freeze_visual_encoder",
+            "--vllm.sync_checksum --actor.freeze_visual_encoder",
         ),
-        ({"--train.async_enable": True}, "--train.async_enable cannot be combined with"),
-        ({"--data.max_images_per_prompt": 1}, "--data.max_images_per_prompt 1 cannot be combined with"),
+        ({"--train.async_enable": True}, "--train.async_enable"),
+        ({"--data.max_images_per_prompt": 1}, "--data.max_images_per_prompt"),
         (
             {"--reward.overlong_buffer_len": 16},
-            "Expected 0 < --reward.overlong_buffer_len < 16 tokens, got 16.",
+            "--reward.overlong_buffer_len",
         ),
         (
             {"--reward.overlong_buffer_len": 8, "--rollout.max_new_tokens": None},
-            "--reward.overlong_buffer_len 8 counts back from the longest response",
+            "--reward.overlong_buffer_len",
         ),
-        ({"--rollout.top_p": 0.9}, "--rollout.top_p 0.9 cannot be combined with --algo.advantage.estimator gtpo"),
+        ({"--rollout.top_p": 0.9}, "--rollout.top_p --algo.advantage.estimator"),
         (
             {"--algo.advantage.estimator": "forking_tokens", "--algo.kl.init_coef": 0.01},
-            "the KL in the reward brings them back; give --algo.kl.use_loss, or --algo.kl.init_coef 0.",
+            "--algo.kl.use_loss --algo.kl.init_coef",
         ),
         (
             {"--reward.overlong_buffer_len": -1},
-            "Expected 0 < --reward.overlong_buffer_len < 16 tokens, got -1.",
+            "--reward.overlong_buffer_len",
         ),
         (
             {"--rollout.max_new_tokens": 64},
-            "Expected --rollout.max_new_tokens < --data.max_len 64, for a prompt to fit, got 64.",
+            "--rollout.max_new_tokens --data.max_len",
         ),
         ({"--actor.dual_clip": 0.5}, "dual_clip must be > 1.0, got 0.5"),
-        ({"--actor.dual_clip": math.inf}, "Expected a finite --actor.dual_clip > 1, got inf; leave it out"),
+        ({"--actor.dual_clip": math.inf}, "--actor.dual_clip"),
         ({"--actor.eps_clip_low_high": [1.5, 4]}, "clip_low=1.5 is out of range; use a finite number >= 0 and <= 1."),
         ({"--actor.eps_clip_low_high": [0.2, math.inf]}, "clip_high=inf is out of range; use a finite number"),
-        ({"--rollout.temperature": 0}, "Expected --rollout.temperature > 0, got 0."),
-        ({"--algo.preset": "dapo"}, "--algo.preset dapo brings its own estimator"),
+        ({"--rollout.temperature": 0}, "--rollout.temperature"),
+        ({"--algo.preset": "dapo"}, "--algo.preset"),
         (
             {"--algo.advantage.is_correction_level": "seq", "--algo.advantage.is_correction_mode": "clip"},
             "is_correction_mode=clip requires",
@@ -111,102 +110,104 @@ def test_upstreams_estimators_are_held_to_what_always_fails(
     ],
     ids=str,
 )
-def test_a_contradiction_in_the_command_line(
-    refused: Callable[..., str], changes: dict[str, Any], message: str
-) -> None:
-    assert message in refused(changes)
+def test_a_contradiction_in_the_command_line(refused: Callable[..., str], changes: dict[str, Any], names: str) -> None:
+    assert_names(refused(changes), names)
 
 
 @pytest.mark.parametrize("estimator", ["gtpo", "group_norm"])
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "names"),
     [
-        ({"--ds.lora.rank": 8}, "--ds.lora.rank 8 wraps the weights, and vLLM does not know"),
-        ({"--ds.load_in_4bit": True}, "--ds.load_in_4bit packs the weights"),
-        ({"--vllm.num_engines": 0}, "Expected --vllm.num_engines >= 1 to sample from, got 0."),
-        ({"--vllm.num_engines": -1}, "Expected --vllm.num_engines >= 1 to sample from, got -1."),
-        ({"--vllm.num_engines": None}, "Expected --vllm.num_engines >= 1 to sample from, got None."),
-        ({"--vllm.max_num_seqs": 0}, "Expected --vllm.max_num_seqs >= 1, got 0."),
+        ({"--ds.lora.rank": 8}, "--ds.lora.rank"),
+        ({"--ds.load_in_4bit": True}, "--ds.load_in_4bit"),
+        ({"--vllm.num_engines": 0}, "--vllm.num_engines"),
+        ({"--vllm.num_engines": -1}, "--vllm.num_engines"),
+        ({"--vllm.num_engines": None}, "--vllm.num_engines"),
+        ({"--vllm.max_num_seqs": 0}, "--vllm.max_num_seqs"),
         (
             {"--data.input_template": "Q:"},
-            "Expected --data.input_template to have {}, where the question goes, got 'Q:'.",
+            "--data.input_template",
         ),
-        ({"--data.input_template": "{{}} {x}"}, "Expected --data.input_template to have {}, where the question goes"),
+        ({"--data.input_template": "{{}} {x}"}, "--data.input_template"),
         (
             {"--actor.num_gpus_per_node": 4, "--train.batch_size": 2},
-            "Expected --train.batch_size >= 4, so that every replica of the actor has a row, got 2.",
+            "--train.batch_size",
         ),
         (
             {"--actor.num_gpus_per_node": 4, "--train.batch_size": 1, "--rollout.n_samples_per_prompt": 2}
             | {"--rollout.vllm_generate_batch_size": 1},
-            "Expected --train.batch_size >= 2, so that every replica of the actor has a row, got 1.",
+            "--train.batch_size",
         ),
         (
             {"--actor.optim": "muon", "--ds.zero_stage": 3},
-            "--actor.optim muon does not work with --ds.zero_stage 3; give 2.",
+            "--actor.optim --ds.zero_stage",
         ),
         (
             {"--ds.grad_accum_dtype": "fp32", "--ds.zero_stage": 0},
-            "--ds.grad_accum_dtype fp32 does not work with --ds.zero_stage 0; give 1 or 3.",
+            "--ds.grad_accum_dtype --ds.zero_stage",
         ),
         (
             {"--ds.grad_accum_dtype": "fp32", "--ds.zero_stage": 2},
-            "--ds.grad_accum_dtype fp32 does not work with --ds.zero_stage 2; give 1 or 3.",
+            "--ds.grad_accum_dtype --ds.zero_stage",
         ),
-        ({"--ds.grad_accum_dtype": "float"}, "Expected --ds.grad_accum_dtype to be bf16, fp16 or fp32, got float."),
+        ({"--ds.grad_accum_dtype": "float"}, "--ds.grad_accum_dtype"),
         (
             {"--actor.optim": "muon", "--ds.zero_stage": 0},
-            "--actor.optim muon does not work with --ds.zero_stage 0; give 2.",
+            "--actor.optim --ds.zero_stage",
         ),
         (
             {"--actor.optim": "muon", "--ds.param_dtype": "fp16"},
-            "--actor.optim muon does not work with --ds.param_dtype fp16; give bf16.",
+            "--actor.optim --ds.param_dtype",
         ),
         (
             {"--ds.param_dtype": "fp16", "--ds.zero_stage": 0},
-            "--ds.param_dtype fp16 does not work with --ds.zero_stage 0; give 2.",
+            "--ds.param_dtype --ds.zero_stage",
         ),
         (
             {"--actor.optim": "muon", "--ds.grad_accum_dtype": "fp32", "--ds.zero_stage": 1},
-            "--actor.optim muon does not work with --ds.grad_accum_dtype fp32; leave that out.",
+            "--actor.optim --ds.grad_accum_dtype",
         ),
+        ({"--reward.remote_url": None}, "--reward.remote_url"),
+        ({"--train.num_episodes": 0}, "--train.num_episodes"),
+        ({"--rollout.micro_batch_size": 0}, "--rollout.micro_batch_size"),
+        ({"--data.max_samples": -1}, "--data.max_samples"),
+        ({"--actor.num_gpus_per_node": -2}, "--actor.num_gpus_per_node"),
+        ({"--ref.num_nodes": 0}, "--ref.num_nodes"),
+        ({"--data.max_len": 1}, "--data.max_len"),
+        ({"--eval.steps": -2}, "--eval.steps"),
+        ({"--ckpt.save_steps": 0}, "--ckpt.save_steps"),
+        ({"--actor.eps_clip_low_high": [0.5, -0.2]}, "--actor.eps_clip_low_high"),
+        ({"--actor.eps_clip": "nan"}, "--actor.eps_clip"),
+        ({"--algo.kl.init_coef": "inf"}, "--algo.kl.init_coef"),
+        ({"--actor.adam.lr": -1}, "--actor.adam.lr"),
+        ({"--actor.adam.lr": "nan"}, "--actor.adam.lr"),
+        ({"--actor.adam.lr": "1e30"}, "--actor.adam.lr"),
+        ({"--actor.adam.betas": [0.9, 1]}, "--actor.adam.betas"),
+        ({"--vllm.gpu_memory_utilization": 7}, "--vllm.gpu_memory_utilization"),
+        ({"--rollout.top_p": 0}, "--rollout.top_p"),
+        ({"--eval.temperature": 2.5}, "--eval.temperature"),
+        ({"--ds.zero_stage": 7}, "--ds.zero_stage"),
+        ({"--train.seed": 2**32}, "--train.seed"),
         (
-            {"--vllm.max_num_seqs": 4096},
-            "--vllm.max_num_seqs 4096 decodes a token of each response in a step, but "
-            "--vllm.max_num_batched_tokens is 2048 by default and allows fewer; give it at least 4096.",
+            {"--reward.stop_properly_penalty_coef": 2},
+            "--reward.stop_properly_penalty_coef",
         ),
-        (
-            {"--vllm.max_num_seqs": 9, "--vllm.max_num_batched_tokens": 8},
-            "--vllm.max_num_seqs 9 decodes a token of each response in a step, but "
-            "--vllm.max_num_batched_tokens 8 allows fewer; give it at least 9.",
-        ),
-        ({"--reward.remote_url": None}, "There is no reward: give --reward.remote_url FILE.py (a reward function)"),
-        ({"--rollout.micro_batch_size": 0}, "Expected --rollout.micro_batch_size >= 1, got 0."),
-        ({"--eval.steps": -2}, "Expected --eval.steps >= 1, or -1 for never, got -2."),
-        ({"--ckpt.save_steps": 0}, "Expected --ckpt.save_steps >= 1, or -1 for never, got 0."),
-        ({"--actor.eps_clip_low_high": [0.5, -0.2]}, "Expected --actor.eps_clip_low_high >= 0, got 0.5 -0.2."),
-        ({"--actor.eps_clip": "nan"}, "Expected --actor.eps_clip >= 0, got nan."),
-        ({"--algo.kl.init_coef": "inf"}, "Expected a finite --algo.kl.init_coef >= 0, got inf."),
-        ({"--actor.adam.lr": -1}, "Expected 0 <= --actor.adam.lr <= 1, got -1."),
-        ({"--actor.adam.lr": "nan"}, "Expected a finite 0 <= --actor.adam.lr <= 1, got nan."),
-        ({"--actor.adam.lr": "1e30"}, "Expected 0 <= --actor.adam.lr <= 1, got 1e+30."),
-        ({"--rollout.top_p": 0}, "Expected 0 < --rollout.top_p <= 1, got 0."),
-        ({"--eval.temperature": 2.5}, "Expected 0 <= --eval.temperature <= 2, got 2.5."),
-        ({"--train.max_bad_steps": 0}, "Expected --train.max_bad_steps >= 1, got 0."),
-        ({"--train.spike_zscore": -1}, "Expected --train.spike_zscore >= 0, got -1."),
-        ({"--train.max_restarts": -1}, "Expected --train.max_restarts >= 0, got -1."),
-        ({"--train.stall_timeout": "inf"}, "Expected a finite --train.stall_timeout >= 0, got inf."),
+        ({"--train.max_bad_steps": 0}, "--train.max_bad_steps"),
+        ({"--train.spike_zscore": -1}, "--train.spike_zscore"),
+        ({"--train.max_restarts": -1}, "--train.max_restarts"),
+        ({"--train.stall_timeout": "inf"}, "--train.stall_timeout"),
         (
             {"--train.max_restarts": 1, "--vllm.sync_with_ray": True},
-            "--train.max_restarts cannot be combined with --vllm.sync_with_ray, whose transfer is OpenRLHF's own",
+            "--train.max_restarts --vllm.sync_with_ray",
         ),
+        ({"--actor.entropy_coef": "inf"}, "--actor.entropy_coef"),
     ],
     ids=str,
 )
 def test_what_works_with_no_estimator(
-    refused: Callable[..., str], changes: dict[str, Any], message: str, estimator: str
+    refused: Callable[..., str], changes: dict[str, Any], names: str, estimator: str
 ) -> None:
-    assert refused(changes | {"--algo.advantage.estimator": estimator}).startswith(message)
+    assert_names(refused(changes | {"--algo.advantage.estimator": estimator}), names)
 
 
 @pytest.mark.parametrize("estimator", ["gtpo", "group_norm"])
@@ -233,13 +234,12 @@ def test_a_small_host_has_as_many_replicas_as_it_can_run(
     """OpenRLHF's default of eight, which a host without CUDA and with fewer cores replaces."""
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     small = {"--actor.num_gpus_per_node": None, "--train.batch_size": 4, "--rollout.batch_size": 16}
-    check_inputs(parse(argv_of(command | small | {"--rollout.micro_batch_size": 4})))
+    check(parse(argv_of(command | small | {"--rollout.micro_batch_size": 4})))
 
 
 def test_upstreams_estimators_may_sample_from_a_part_of_the_distribution(command: dict[str, Any]) -> None:
     args = parse(argv_of(command | {"--algo.advantage.estimator": "group_norm", "--rollout.top_p": 0.9}))
-    check_every_run(args)
-    check_inputs(args)
+    check(args)
 
 
 @pytest.mark.parametrize(
@@ -248,8 +248,6 @@ def test_upstreams_estimators_may_sample_from_a_part_of_the_distribution(command
         ("--actor.policy_loss_type", "htpo"),
         ("--logger.entropy_enable", True),
         ("--logger.metrics_path", "metrics.jsonl"),
-        ("--logger.dump_rollouts", 1),
-        ("--train.replay_rollouts", "dumps"),
         ("--eval.before_training", True),
         ("--ckpt.stop_file", "stop"),
         ("--train.spike_zscore", 10),
@@ -259,47 +257,21 @@ def test_upstreams_estimators_may_sample_from_a_part_of_the_distribution(command
 )
 def test_what_asynchronous_training_does_not_do(refused: Callable[..., str], flag: str, value: Any) -> None:
     message = refused({"--algo.advantage.estimator": "group_norm", "--train.async_enable": True, flag: value})
-    assert message.startswith(f"{flag} ") and "cannot be combined with --train.async_enable" in message
+    assert message.startswith(flag) and "--train.async_enable" in message
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "names"),
     [
         (
-            {"--train.colocate_all": True, "--vllm.num_engines": 2},
-            "Expected --vllm.num_engines × --vllm.tensor_parallel_size to be 1, as the engines share the actor's GPUs "
-            "(--train.colocate_all), got 2 × 1.",
-        ),
-        (
-            {"--train.colocate_all": True, "--ref.num_gpus_per_node": 2},
-            "Expected --ref.num_nodes 1 and --ref.num_gpus_per_node 1, as the ref shares the actor's GPUs "
-            "(--train.colocate_*), got 1 and 2.",
-        ),
-        (
-            {"--train.colocate_actor_ref": True, "--ref.num_nodes": 2, "--ref.num_gpus_per_node": 1},
-            "Expected --ref.num_nodes 1 and --ref.num_gpus_per_node 1, as the ref shares the actor's GPUs",
-        ),
-        (
-            {
-                "--algo.advantage.estimator": "gae",
-                "--train.colocate_critic_reward": True,
-                "--critic.num_gpus_per_node": 2,
-                "--reward.num_gpus_per_node": 3,
-            },
-            "Expected --reward.num_nodes 1 and --reward.num_gpus_per_node 2, as the reward shares the critic's GPUs",
-        ),
-        (
             {"--algo.advantage.estimator": "gae", "--train.colocate_all": True, "--critic.num_gpus_per_node": 2},
-            "Expected --critic.num_nodes × --critic.num_gpus_per_node to be at most 1, as the critic "
-            "shares the actor's GPUs (--train.colocate_all), got 1 × 2.",
+            "--critic.num_nodes --critic.num_gpus_per_node --train.colocate_all",
         ),
     ],
     ids=str,
 )
-def test_groups_that_share_gpus_fit_on_them(
-    refused: Callable[..., str], changes: dict[str, Any], message: str
-) -> None:
-    assert refused(changes).startswith(message)
+def test_groups_that_share_gpus_fit_on_them(refused: Callable[..., str], changes: dict[str, Any], names: str) -> None:
+    assert_names(refused(changes), names)
 
 
 @pytest.mark.parametrize(
@@ -316,7 +288,7 @@ def test_groups_that_share_gpus_fit_on_them(
     ids=str,
 )
 def test_groups_may_differ_if_they_fit_or_share_no_gpus(command: dict[str, Any], changes: dict[str, Any]) -> None:
-    check_shared_gpus(parse(argv_of(command | changes)))
+    check(parse(argv_of(command | changes)))
 
 
 def test_asynchronous_training_has_no_step_beside_upstreams_plan(
@@ -325,35 +297,21 @@ def test_asynchronous_training_has_no_step_beside_upstreams_plan(
     asynchronous = {"--algo.advantage.estimator": "group_norm", "--train.async_enable": True}
     rows = {"--rollout.batch_size": 4, "--rollout.n_samples_per_prompt": 4, "--train.batch_size": 24}
     assert refused(asynchronous | rows).startswith("Expected --train.batch_size to divide a rollout's 16 rows")
-    check_inputs(parse(argv_of(command | asynchronous | rows | {"--train.batch_size": 8})))
+    check(parse(argv_of(command | asynchronous | rows | {"--train.batch_size": 8})))
     assert "a rollout's 4 rows" in refused(asynchronous | rows | {"--rollout.vllm_generate_batch_size": 1})
-
-
-def test_nothing_at_all_is_told_what_to_give(capsys: pytest.CaptureFixture[str]) -> None:
-    assert train_ppo_ray.main([]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("train_ppo_ray: Nothing to train: give --actor.model_name_or_path MODEL, ")
-    assert "--help" in said and said.count("\n") == 1
-
-
-def test_a_value_that_belongs_to_no_flag(refused: Callable[..., str]) -> None:
-    assert refused({}, "stray") == "'stray' belongs to no flag; every argument is --flag VALUE."
 
 
 @pytest.mark.parametrize("flag", ["--ckpt.output_dir", "--ckpt.path"])
 def test_a_folder_that_cannot_be_written(
     refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str
 ) -> None:
+    """Training would hear of it at its first checkpoint, or at its end."""
     file = tmp_path / "train.jsonl"
-    assert refused({flag: file / "out"}).startswith(f"{flag} {file}/out cannot be a folder, as {file} is a file;")
-    (tmp_path / "_actor").touch()
-    if flag == "--ckpt.path":
-        assert refused({flag: tmp_path}).endswith(
-            f"cannot be a folder, as {tmp_path}/_actor is a file; give another path."
-        )
+    if flag == "--ckpt.output_dir":
+        assert refused({flag: file / "out"}).startswith(f"{flag} {file}/out cannot be written, because of {file};")
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # mocked, since root may write anywhere
     path = tmp_path / "not" / "yet"
-    assert refused({flag: path}).startswith(f"{flag} {path} cannot be written, as {tmp_path} is not writable;")
+    assert refused({flag: path}).startswith(f"{flag} {path} cannot be written, because of {tmp_path};")
 
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])

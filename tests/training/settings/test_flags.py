@@ -39,24 +39,6 @@ def refusal(*argv: str) -> str:
     return message
 
 
-# ── Words that are not flags ──
-
-
-def test_an_unknown_flag_names_the_nearest() -> None:
-    assert (
-        refusal("--algo.gtpo.varient", "v1") == "unknown flag --algo.gtpo.varient; did you mean --algo.gtpo.variant?"
-    )
-    assert "did you mean --actor.eps_clip?" in refusal("--actor.eps_clp=0.3")
-    for far in ("--nonsense", "--pretrain"):
-        assert refusal(far, "1") == f"unknown flag {far}; --help lists the known ones."
-    assert refusal("--actor.aux_loss_coef=--").startswith("--actor.aux_loss_coef=-- has two dashes as its value")
-
-
-def test_a_value_that_belongs_to_no_flag_is_named() -> None:
-    assert refusal("stray").startswith("'stray' belongs to no flag")
-    assert refusal("--train.seed", "1", "2").startswith("'2' belongs to no flag")
-
-
 # ── Presets ──
 
 

@@ -4,7 +4,6 @@ sentence; workers start with the variables that libraries read before any of the
 import os
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,16 +87,6 @@ def test_a_ray_that_does_not_answer_is_the_users_mistake(monkeypatch: pytest.Mon
         UsageError, match=r"RAY_ADDRESS=auto \(Could not find any running Ray instance\.\); start one there, or unset"
     ):
         start_ray(args, gpus=1)
-
-
-def test_a_folder_whose_path_is_too_long_for_rays_sockets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    long = tmp_path / ("x" * 60)
-    long.mkdir()
-    monkeypatch.setenv("TMPDIR", str(long))
-    for name in ("RAY_TMPDIR", "RAY_ADDRESS"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(UsageError, match="AF_UNIX path length cannot exceed 107 bytes.*; set TMPDIR, or RAY_TMPDIR"):
-        start_ray(upstream_parser.parse(GROUP.split()), gpus=1)
 
 
 def test_ray_is_started_again_if_its_agents_were_slow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def test_upstream_counts_replicas_by_the_layout() -> None:
     # One batch is enough for the one replica of four processes; upstream's check of the command line must agree.
     few = ("--rollout.batch_size", "1", "--rollout.micro_batch_size", "8", "--actor.num_gpus_per_node", "4")
     args_of(*MEGATRON, *two_by_two, *few)
-    with pytest.raises(UsageError, match="effective number of actor processes. Lower --rollout.micro_batch_size or"):
+    with pytest.raises(UsageError, match="effective number of actor processes"):
         args_of(*few)
 
 

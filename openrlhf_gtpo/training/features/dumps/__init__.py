@@ -6,6 +6,7 @@ from openrlhf_gtpo.training.feature import ControllerFeature, Feature
 from openrlhf_gtpo.training.features.dumps.settings import DUMPS, REPLAY
 
 if TYPE_CHECKING:
+    from openrlhf_gtpo.training.checks.model import Model
     from openrlhf_gtpo.training.credit.loss import LossFeature
 
 
@@ -32,10 +33,10 @@ class Replay(Feature):
     def is_on(self) -> bool:
         return bool(self.args.train.replay_rollouts)
 
-    def check(self) -> None:
+    def check(self, model: "Model") -> None:
         from openrlhf_gtpo.training.features.dumps.check import check_dumps
 
-        check_dumps(self.args)
+        check_dumps(self.args, model)
 
     def controller(self) -> ControllerFeature:
         from openrlhf_gtpo.training.features.dumps.replay import ReplayInController

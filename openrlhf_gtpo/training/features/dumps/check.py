@@ -7,23 +7,28 @@ import numpy as np
 
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.report.rollouts import RolloutDump, find_dumps, read_dump, vocabulary_digest
-from openrlhf_gtpo.training.checks.models import load_tokenizer
+from openrlhf_gtpo.training.checks.model import Model
+from openrlhf_gtpo.training.checks.settings import refuse
 
 
-def check_dumps(args: SimpleNamespace) -> None:
+def check_dumps(args: SimpleNamespace, model: Model) -> None:
     """Read every dump.
 
     Raises:
         UsageError: there is no dump, or one that this run cannot train on.
     """
-    for given, flag, why in (
-        (args.logger.dump_rollouts, "--logger.dump_rollouts", "which would write again what the run reads"),
-        (args.data.max_images_per_prompt, "--data.max_images_per_prompt", "since dumps hold no images"),
-    ):
-        if given:
-            raise UsageError(f"--train.replay_rollouts cannot be combined with {flag}, {why}; leave one of them out.")
-    model = args.actor.model_name_or_path
-    vocabulary = vocabulary_digest(load_tokenizer(model, "--actor.model_name_or_path", args.actor.trust_remote_code))
+    combined = "--train.replay_rollouts cannot be combined with"
+    refuse(
+        (
+            args.logger.dump_rollouts,
+            f"{combined} --logger.dump_rollouts, which would write again what the run reads; leave one of them out.",
+        ),
+        (
+            args.data.max_images_per_prompt,
+            f"{combined} --data.max_images_per_prompt, since dumps hold no images; leave one of them out.",
+        ),
+    )
+    vocabulary = vocabulary_digest(model.tokenizer)
     try:
         for path in find_dumps(Path(args.train.replay_rollouts)):
             why_not = _why_not(read_dump(path), args, vocabulary)

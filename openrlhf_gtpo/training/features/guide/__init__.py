@@ -6,6 +6,7 @@ from openrlhf_gtpo.training.feature import ControllerFeature, Feature
 from openrlhf_gtpo.training.features.guide.settings import GUIDE
 
 if TYPE_CHECKING:
+    from openrlhf_gtpo.training.checks.model import Model
     from openrlhf_gtpo.training.credit.loss import LossFeature
 
 
@@ -16,10 +17,10 @@ class GuidingPolicy(Feature):
         # A replay has no guide, but its dumps may have a guide's rows.
         return bool(self.args.algo.guide.model_name_or_path or self.args.train.replay_rollouts)
 
-    def check(self) -> None:
+    def check(self, model: "Model") -> None:
         from openrlhf_gtpo.training.features.guide.check import check_guide
 
-        check_guide(self.args)
+        check_guide(self.args, model)
 
     def controller(self) -> ControllerFeature:
         from openrlhf_gtpo.training.features.guide.controller import GuideInController

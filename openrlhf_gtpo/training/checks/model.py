@@ -1,0 +1,268 @@
+"""The checkpoint that a flag names, as checks see it."""
+
+import copy
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from openrlhf_gtpo.errors import UsageError, one_line
+from openrlhf_gtpo.platform.files import WEIGHTS, model_folder, shards_of, weight_shapes
+
+# Files in which a checkpoint may name its own Python code.
+_CONFIGURATIONS = (
+    "config.json",
+    "tokenizer_config.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+)
+# Transformers 5.15 renames their experts, and vLLM 0.29's loaders know only the names in the checkpoints.
+_EXPERTS_RENAMED = ("mixtral", "ernie4_5_moe")
+
+
+class Model:
+    """A checkpoint, of which each part is read when it is first asked for, and only then.
+
+    Args:
+        name: a folder, or a name on the Hub, whose configuration and tokenizer are fetched.
+        flag: the flag that names it, for messages.
+        trust_remote_code: run the Python code that it brings.
+
+    Raises:
+        UsageError: by every attribute that is not an argument: what has to be read is missing or broken.
+    """
+
+    def __init__(self, name: str | None, flag: str, trust_remote_code: bool = False) -> None:
+        self.name = name or ""
+        self.flag = flag
+        self.trust_remote_code = trust_remote_code
+
+    def __str__(self) -> str:
+        return f"{self.flag} {self.name}"
+
+    @cached_property
+    def folder(self) -> Path:
+        """Its folder on this host."""
+        if not self.name:
+            raise UsageError(f"{self.flag} is missing; give a Hugging Face checkpoint.")
+        with self._named():
+            return model_folder(self.name, weights=False)
+
+    @cached_property
+    def documents(self) -> dict[str, Any]:
+        """What its configuration files hold, by their names."""
+        with self._named():
+            paths = [self.folder / name for name in _CONFIGURATIONS]
+            return {path.name: json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()}
+
+    @cached_property
+    def config(self) -> Any:
+        """Its configuration, of Transformers' class for it or, if trusted, of its own."""
+        from transformers import AutoConfig
+
+        with self._named():
+            return AutoConfig.from_pretrained(self._source, trust_remote_code=self.trust_remote_code)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Its tokenizer."""
+        from transformers import AutoTokenizer
+
+        with self._named("its tokenizer cannot be read: "):
+            return AutoTokenizer.from_pretrained(
+                self._source, config=self.config, trust_remote_code=self.trust_remote_code
+            )
+
+    @cached_property
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name to shape of its weights, from the headers of the safetensors that are on this host; empty if there are
+        none.
+
+        Raises:
+            UsageError: a file is cut off or missing, or two have the same weight.
+        """
+        with self._named():
+            for index in self.folder.glob("*.safetensors.index.json"):
+                for shard in shards_of(index):
+                    if self.is_local and not (self.folder / shard).is_file():
+                        raise UsageError(f"it lacks {shard}, which its {index.name} lists.")
+            return weight_shapes(self.folder)
+
+    @property
+    def parameters(self) -> int | None:
+        """Number of its parameters; None if its safetensors are not on this host."""
+        return sum(map(math.prod, self.weight_shapes.values())) or None if self.is_local else None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is a folder, and no name on the Hub."""
+        return Path(self.name).is_dir()
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether it is a vision-language model."""
+        return hasattr(self.config, "vision_config")
+
+    @property
+    def _source(self) -> str:
+        """Where Transformers reads it: its own code is not among the files that are fetched. A name on a Hub that
+        cannot be reached takes Transformers 5.15 half a minute."""
+        return self.name if self.trust_remote_code else str(self.folder)
+
+    @contextmanager
+    def _named(self, what: str = "") -> Iterator[None]:
+        """Name the flag and the checkpoint in whatever is wrong with it: its own classes may raise anything."""
+        try:
+            yield
+        except Exception as error:
+            said = one_line(error)
+            rest = said.removeprefix(self.flag).strip().removeprefix(self.name or "\0")
+            raise UsageError(f"{self}{rest}" if len(rest) < len(said) else f"{self}: {what}{said}") from error
+
+    def check_code(self, trust_flag: str) -> None:
+        """Refuse a checkpoint that brings Python code of its own, unless it is trusted. None of it is run here.
+
+        Args:
+            trust_flag: the flag that allows it.
+
+        Raises:
+            UsageError: one of its configuration files has an ``auto_map``, at any depth.
+        """
+        for file, document in self.documents.items() if not self.trust_remote_code else ():
+            if _has_auto_map(document):
+                raise UsageError(
+                    f"{self} brings Python code of its own (auto_map in its {file}), which every worker would run; "
+                    f"read that code and give {trust_flag}, or choose a checkpoint without."
+                )
+
+    def check_transferable(self) -> None:
+        """Refuse a policy whose weights vLLM cannot take from training, which it would say after the first step.
+
+        Raises:
+            UsageError: it is quantized, or has experts under other names than in training.
+        """
+        fields = self.documents.get("config.json", {})
+        if fields.get("model_type") in _EXPERTS_RENAMED:
+            raise UsageError(
+                f"{self}: vLLM cannot take the experts of '{fields['model_type']}' from training, only from files; "
+                "use another model."
+            )
+        if fields.get("quantization_config") is not None:
+            raise UsageError(
+                f"{self} is quantized (quantization_config in its config.json): vLLM packs such weights when it loads "
+                "them, and cannot take trained ones in their place; give the checkpoint that it was made from."
+            )
+
+    def check_vocabulary(self) -> None:
+        """Refuse a tokenizer with tokens that have no embedding, of which training would only hear when it meets one.
+
+        Raises:
+            UsageError: it is another model's.
+        """
+        # Without added tokens: Gemma 3 has a few that its text models never see.
+        embedded = getattr(self.config.get_text_config(), "vocab_size", math.inf)
+        if self.tokenizer.vocab_size > embedded:
+            raise UsageError(
+                f"{self} has embeddings for {embedded} tokens (vocab_size in its config.json), but its tokenizer has "
+                f"{self.tokenizer.vocab_size}; give the model its own tokenizer."
+            )
+
+    def check_files(self) -> None:
+        """Refuse a checkpoint whose configuration or weights cannot be read, of the latter by their headers.
+
+        Raises:
+            UsageError: names the file, if it is one.
+        """
+        _ = self.config, self.weight_shapes
+        if self.is_local and not any(path.suffix in (".safetensors", ".bin") for path in self.folder.iterdir()):
+            raise UsageError(f"{self} has no weights (*.safetensors or *.bin).")
+
+    def check_safetensors(self) -> None:
+        """Refuse a local checkpoint without safetensors, which the Megatron actor needs and vLLM does not.
+
+        Raises:
+            UsageError: there are none.
+        """
+        if self.is_local and not any(self.folder.glob(WEIGHTS)):
+            raise UsageError(f"{self} has no {WEIGHTS} files, the one format that --actor.backend megatron reads.")
+
+    def check_weights(self) -> None:
+        """Refuse a local language model that lacks weights, which Transformers would make up, or has some of wrong
+        sizes, or a head that its configuration ties to the embedding, but which is another: Transformers would not tie
+        them, vLLM and Megatron would.
+
+        It is loaded without its tensors' values, in a fraction of a second. A model for which that fails, such as one
+        with its own code, is left to whoever loads it.
+
+        Raises:
+            UsageError: names one of those weights.
+        """
+        self.check_files()
+        if not self.is_local:
+            return
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        verbosity, progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        try:
+            loaded, found = AutoModelForCausalLM.from_pretrained(
+                self.folder,
+                config=copy.deepcopy(self.config),
+                device_map="meta",
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                trust_remote_code=False,  # None, the default, would ask on the terminal
+            )
+        except Exception:
+            return
+        finally:
+            logging.set_verbosity(verbosity)
+            if progress:
+                logging.enable_progress_bar()
+        if found["missing_keys"]:
+            raise UsageError(
+                f"{self} lacks {len(found['missing_keys'])} of the weights that its config.json asks for, such as "
+                f"{min(found['missing_keys'])}."
+            )
+        if found["mismatched_keys"]:
+            weight, there, wanted = min(found["mismatched_keys"])
+            raise UsageError(
+                f"{self}: {weight} is {tuple(there)}, and its config.json asks for {tuple(wanted)}; are weights and "
+                "config.json of the same model?"
+            )
+        for head, embedding in loaded.all_tied_weights_keys.items():
+            if {head, embedding} <= self.weight_shapes.keys() and not _same(self.folder, head, embedding):
+                raise UsageError(
+                    f"{self}: {head} and {embedding} differ, and config.json says that they are one "
+                    "(tie_word_embeddings); set it to false."
+                )
+
+
+def token_ids(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of ``text`` as training reads it: none is added, such as the BOS that a chat template has anyway
+    (openrlhf 0.11.2, utils/agent.py, SingleTurnAgentExecutor.execute)."""
+    return tokenizer(text=text, add_special_tokens=False)["input_ids"]
+
+
+def _has_auto_map(value: Any) -> bool:
+    if isinstance(value, dict):
+        return bool(value.get("auto_map")) or any(map(_has_auto_map, value.values()))
+    return isinstance(value, list) and any(map(_has_auto_map, value))
+
+
+def _same(folder: Path, *pair: str) -> bool:
+    """True if the weights with these two names, which are in the folder's safetensors, are equal."""
+    from safetensors import safe_open
+
+    weights: dict[str, Any] = {}
+    for file in folder.glob(WEIGHTS):
+        with safe_open(file, framework="pt") as tensors:
+            weights |= {name: tensors.get_tensor(name) for name in tensors.keys() if name in pair}
+    first, second = weights.values()
+    return bool(first.equal(second))
