@@ -42,7 +42,7 @@ lint() { # in the background: what it says is shown in turn
     "$@" >"$checks/$name" 2>&1 || touch "$checks/$name.failed"
 }
 
-lint mypy mypy --no-error-summary --ignore-missing-imports openrlhf_gtpo &
+lint mypy mypy --no-error-summary --ignore-missing-imports openrlhf_gtpo benchmarks/suite &
 lint black black --check --quiet --diff . &
 lint isort isort --check-only --quiet --diff . &
 lint ruff ruff check --quiet . &

@@ -216,3 +216,16 @@ def test_the_walk_sees_imports_of_every_kind(tmp_path: Path, monkeypatch: pytest
         "openrlhf_gtpo.weight_sync.buckets",
         "openrlhf_gtpo.training",
     ]
+
+
+@pytest.mark.parametrize(
+    "room",
+    ["algorithms", "lm_head", "weight_sync", "checkpoints", "platform", "megatron", "training"]
+    + ["scoring", "tasks", "report"],
+)
+def test_what_trains_does_not_know_what_stands_beside_it(room: str) -> None:
+    """Planner, viewer, experiments, launcher, doctor and benchmarks can change without a look at the core."""
+    sources = sorted((PACKAGE / room).rglob("*.py"))
+    names = [(path, line, name) for path in sources for name, line in imported(path)]
+    assert names
+    assert not [found for found in names if f"{found[2]}.".startswith(("openrlhf_gtpo.tools.", "benchmarks."))]

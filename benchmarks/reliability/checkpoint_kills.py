@@ -1,6 +1,6 @@
 """Real processes that load, train a little and save in a loop, killed at random instants: is a checkpoint ever lost?
 
-    python3 benchmarks/reliability/checkpoint_kills.py --kills 200 --output checkpoint_kills.json
+    python3 -m benchmarks.reliability.checkpoint_kills --kills 200 --output checkpoint_kills.json
 
 Two gloo ranks on this host, forked from a process that has imported everything. Each kill ends both with SIGKILL; then
 the newest checkpoint must be at least the last that a rank was told is saved, every byte of it must be what was
@@ -26,8 +26,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-_ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(_ROOT / "tests" / "megatron"), str(_ROOT)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "megatron"))  # whose files import each other so
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from openrlhf_gtpo import platform  # noqa: E402
@@ -40,12 +39,12 @@ import torch  # noqa: E402
 from checkpoint_program import make_trainer  # noqa: E402
 from families import make_checkpoint  # noqa: E402
 
-from openrlhf_gtpo.benchmarks.harness import write_results  # noqa: E402
 from openrlhf_gtpo.checkpoints.files import check_file  # noqa: E402
 from openrlhf_gtpo.checkpoints.folder import newest_whole, read_manifest  # noqa: E402
 from openrlhf_gtpo.megatron.checkpoint.checkpoints import Checkpoints  # noqa: E402
 from openrlhf_gtpo.megatron.parallel import groups  # noqa: E402
 from openrlhf_gtpo.megatron.parallel.layout import Layout  # noqa: E402
+from openrlhf_gtpo.platform.results import write_results  # noqa: E402
 from openrlhf_gtpo.training.actors.strategy import Strategy  # noqa: E402
 
 RANKS = 2

@@ -1,7 +1,7 @@
 """A supervised run whose engines are killed and stopped, and whose reward raises and hangs, at random instants; and
 the same run undisturbed.
 
-    python3 benchmarks/reliability/engine_faults.py --faults 50 --output docs/results/reliability/engine_faults.json
+    python3 -m benchmarks.reliability.engine_faults --faults 50 --output docs/results/reliability/engine_faults.json
 
 On CPU, through Ray and vLLM, with the tiny model: a DeepSpeed rank, two engines, a checkpoint after every step. A
 fault is SIGKILL or SIGSTOP to the actor of an engine or to vLLM's process under it, up to six seconds after the last
@@ -23,7 +23,8 @@ from signal import SIGKILL, SIGSTOP
 from typing import Any
 
 import psutil
-from tiny_runs import (
+
+from benchmarks.reliability.tiny_runs import (
     SAMPLES,
     STALL_TIMEOUT,
     cmdline,
@@ -36,9 +37,8 @@ from tiny_runs import (
     start,
     until,
 )
-
-from openrlhf_gtpo.benchmarks.harness import write_results
 from openrlhf_gtpo.errors import STOPPED_STATUS
+from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.tasks import reasoning_gym_reward
 

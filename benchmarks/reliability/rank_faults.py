@@ -1,6 +1,6 @@
 """Kills and stops processes of a supervised run, one after another, and writes what each fault cost.
 
-    python3 benchmarks/reliability/rank_faults.py --rounds 3 --output docs/results/reliability/rank_faults.json
+    python3 -m benchmarks.reliability.rank_faults --rounds 3 --output docs/results/reliability/rank_faults.json
 
 On CPU, through Ray and vLLM, with the tiny model: two DeepSpeed ranks, a reference rank, an engine, a checkpoint after
 every step. Each round has every fault once, in an order of its own, each a random time of up to two steps after the
@@ -19,9 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from tiny_runs import STALL_TIMEOUT, cmdline, end, inputs, notices_of, of_each, rows, start, until
 
-from openrlhf_gtpo.benchmarks.harness import write_results
+from benchmarks.reliability.tiny_runs import (
+    STALL_TIMEOUT,
+    cmdline,
+    end,
+    inputs,
+    notices_of,
+    of_each,
+    rows,
+    start,
+    until,
+)
+from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.tasks import reasoning_gym_reward
 

@@ -1,6 +1,6 @@
 """Kills runs at random instants with SIGKILL, resumes them, and compares what they leave with one that nobody killed.
 
-    python3 benchmarks/reliability/resume_exact.py --output docs/results/reliability/resume_exact.json --kills 2
+    python3 -m benchmarks.reliability.resume_exact --output docs/results/reliability/resume_exact.json --kills 2
 
 On CPU, under `--train.full_determinism_enable`, through Ray and vLLM, on each backend: a whole run; the same run with
 `--kills` kills of all its processes, each a random time after the last start has made another step; then its end. Two
@@ -22,9 +22,9 @@ import psutil
 import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_runs import inputs, rows, start
 
-from openrlhf_gtpo.benchmarks.harness import write_results
+from benchmarks.reliability.tiny_runs import inputs, rows, start
+from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import read_runs
 

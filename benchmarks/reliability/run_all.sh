@@ -10,7 +10,7 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 HF_DATASETS
 mkdir -p "$output"
 run() { # SCRIPT ARGUMENTS…   all of them run, whatever becomes of one
     printf '[reliability] %s\n' "$1" >&2
-    python3 "benchmarks/reliability/$1.py" "${@:2}" --output "$output/$1.json" || failed+=("$1")
+    python3 -m "benchmarks.reliability.$1" "${@:2}" --output "$output/$1.json" || failed+=("$1")
 }
 failed=()
 run checkpoint_kills --kills "$kills"

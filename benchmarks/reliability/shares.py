@@ -1,7 +1,7 @@
 """What the guards cost a run without faults, as shares: an asynchronous checkpoint at every step, the checksums of a
 save, and the process that supervises.
 
-    python3 benchmarks/reliability/shares.py --output docs/results/reliability/shares.json
+    python3 -m benchmarks.reliability.shares --output docs/results/reliability/shares.json
 
 One Megatron rank on this host, with the quickstart's model and batch (135M parameters, 16 x 8 responses). A step here
 is log-probs, advantages and training, without the rollout, so that of the whole step a share is less. With and without
@@ -28,8 +28,8 @@ platform.activate()
 
 import xxhash  # noqa: E402
 
-from openrlhf_gtpo.benchmarks.harness import measure, ratios, spread, write_results  # noqa: E402
-from openrlhf_gtpo.benchmarks.train_step import Step  # noqa: E402
+from benchmarks.suite.harness import measure, ratios, spread  # noqa: E402
+from benchmarks.suite.train_step import Step  # noqa: E402
 from openrlhf_gtpo.megatron.checkpoint.checkpoints import Checkpoints  # noqa: E402
 from openrlhf_gtpo.megatron.model.policy import ModelOptions  # noqa: E402
 from openrlhf_gtpo.megatron.model.random_model import random_model  # noqa: E402
@@ -37,6 +37,7 @@ from openrlhf_gtpo.megatron.parallel import groups  # noqa: E402
 from openrlhf_gtpo.megatron.parallel.layout import Layout  # noqa: E402
 from openrlhf_gtpo.megatron.train.trainer import OptimizerOptions, Trainer  # noqa: E402
 from openrlhf_gtpo.platform.processes import run_processes  # noqa: E402
+from openrlhf_gtpo.platform.results import write_results  # noqa: E402
 from openrlhf_gtpo.report.heartbeat import Heartbeat  # noqa: E402
 from openrlhf_gtpo.tools.launch.process_tree import run_and_clear  # noqa: E402
 

@@ -189,7 +189,7 @@ def _fp8(args: argparse.Namespace) -> None:
 
     from openrlhf_gtpo.algorithms import ESTIMATORS
     from openrlhf_gtpo.algorithms.config import check_choice
-    from openrlhf_gtpo.benchmarks.harness import write_results
+    from openrlhf_gtpo.platform.results import write_results
     from openrlhf_gtpo.report.fp8_page import table, verdict, write_page
     from openrlhf_gtpo.scoring.fp8_report import compare, fp8_candidates, read_credit
     from openrlhf_gtpo.scoring.inputs import ScoreModel, check
@@ -238,7 +238,7 @@ def _mismatch(args: argparse.Namespace) -> None:
     import torch
 
     from openrlhf_gtpo.algorithms import ESTIMATORS
-    from openrlhf_gtpo.benchmarks.harness import write_results
+    from openrlhf_gtpo.platform.results import write_results
     from openrlhf_gtpo.report.fp8_page import table
     from openrlhf_gtpo.scoring.fp8_report import compare_rollout
     from openrlhf_gtpo.scoring.inputs import ScoreModel

@@ -148,7 +148,7 @@ def _sample(engine: Any, batch: Sequence[Any], settings: Mapping[str, Any]) -> l
     """vLLM's result for each question, with a seed that depends only on the settings and the question's number."""
     from vllm import SamplingParams
 
-    from openrlhf_gtpo.training.checks.models import token_ids
+    from openrlhf_gtpo.training.checks.model import token_ids
 
     names = ("n", "temperature", "top_p", "max_tokens")
     chosen = {name: settings[name] for name in names}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf_gtpo.benchmarks.actor import trainer_argv
+from benchmarks.suite.actor import trainer_argv
 from openrlhf_gtpo.cli import benchmark
 from openrlhf_gtpo.training import run as trainer
 

@@ -11,15 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from openrlhf_gtpo.benchmarks.harness import (
-    Measured,
-    SquareProduct,
-    measure,
-    median_and_range,
-    print_table,
-    spread,
-    write_results,
-)
+from benchmarks.suite.harness import Measured, SquareProduct, measure, median_and_range, print_table, spread
+from openrlhf_gtpo.platform.results import write_results
 
 
 def test_sides_take_turns_phase_by_phase_and_the_warm_up_is_not_counted() -> None:

@@ -15,10 +15,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from openrlhf_gtpo.benchmarks import train_step
-from openrlhf_gtpo.benchmarks.harness import Measured
-from openrlhf_gtpo.benchmarks.synthetic import BF16, even_lengths, fp8_options, precisions, read_shape
-from openrlhf_gtpo.benchmarks.train_step import Step, derived, first_fit
+from benchmarks.suite import train_step
+from benchmarks.suite.harness import Measured
+from benchmarks.suite.synthetic import BF16, even_lengths, fp8_options, precisions, read_shape
+from benchmarks.suite.train_step import Step, derived, first_fit
 from openrlhf_gtpo.cli import benchmark
 from openrlhf_gtpo.model_shape import PRESETS, ModelShape, decoder_flops
 from openrlhf_gtpo.platform.processes import ProcessFailed
@@ -155,7 +155,7 @@ def test_deepspeed_recomputes_what_megatron_does_or_is_absent(
     monkeypatch.setattr(train_step, "run_processes", Mock(return_value=Measured(phases, {"tokens": [40]})))
     seconds = {"forward": [1.0], "train": [2.0]}
     actors = Mock(return_value={"deepspeed": Measured(seconds, {"tokens": [40], "peak_bytes": None})})
-    monkeypatch.setattr("openrlhf_gtpo.benchmarks.actor.measure_actors", actors)
+    monkeypatch.setattr("benchmarks.suite.actor.measure_actors", actors)
     output = tmp_path / "train_step.json"
     words = f"train-step --shape tiny --recipes delayed --recompute {recompute} --output {output}"
     assert benchmark.main(words.split()) == 0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from openrlhf_gtpo.benchmarks import lm_head
+from benchmarks.suite import lm_head
 from openrlhf_gtpo.cli import benchmark
 from openrlhf_gtpo.errors import UsageError
 

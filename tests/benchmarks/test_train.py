@@ -13,13 +13,13 @@ import pytest
 import torch
 from command_lines import argv_of
 
-from openrlhf_gtpo.benchmarks import train as train_benchmark
-from openrlhf_gtpo.benchmarks.train import measured_rate, run_trainer
-from openrlhf_gtpo.benchmarks.train_configurations import configurations, setup_of, split_compare
+from benchmarks.suite import train as train_benchmark
+from benchmarks.suite.step_phases import PHASES
+from benchmarks.suite.train import measured_rate, run_trainer
+from benchmarks.suite.train_configurations import configurations, setup_of, split_compare
 from openrlhf_gtpo.cli import benchmark
 from openrlhf_gtpo.errors import TrainingStopped, UsageError
 from openrlhf_gtpo.report import names
-from openrlhf_gtpo.report.step_phases import PHASES
 from openrlhf_gtpo.training.run import parse
 from tests.e2e import phases
 from tests.e2e.conftest import REWARD

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from openrlhf_gtpo.benchmarks.weight_sync import llama_parameters, parameters_of
+from benchmarks.suite.weight_sync import llama_parameters, parameters_of
 from openrlhf_gtpo.cli import benchmark
 from openrlhf_gtpo.errors import UsageError
 

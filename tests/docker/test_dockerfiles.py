@@ -133,7 +133,9 @@ def test_runs_caches_and_repositories_stay_out_of_the_build() -> None:
 
 def test_everything_that_runs_is_let_into_the_build() -> None:
     files = [
-        path for room in ("openrlhf_gtpo", "examples", "requirements", "tests") for path in (ROOT / room).rglob("*")
+        path
+        for room in ("openrlhf_gtpo", "examples", "requirements", "tests", "benchmarks/suite")
+        for path in (ROOT / room).rglob("*")
     ]
     kept = [str(path.relative_to(ROOT)) for path in files if path.is_file() and "__pycache__" not in path.parts]
     assert len(kept) > 200

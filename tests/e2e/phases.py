@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.suite.step_phases import PHASES, STEP, Setup, of_run
 from openrlhf_gtpo.report import names
-from openrlhf_gtpo.report.step_phases import PHASES, STEP, Setup, of_run
 
 # An actor and an engine on a GPU each, which take turns except in the weight sync.
 SPLIT = Setup(

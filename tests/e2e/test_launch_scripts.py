@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.suite.step_phases import Setup
 from openrlhf_gtpo.report import names
-from openrlhf_gtpo.report.step_phases import Setup
 from tests.e2e.conftest import ROOT
 from tests.e2e.phases import check_phases
 

@@ -12,7 +12,7 @@ from openrlhf_gtpo.cli import benchmark
 def _asked(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """The arguments that the benchmark's own parser makes of the command."""
     asked: list[Any] = []
-    monkeypatch.setattr(benchmark, "run", asked.append)
+    monkeypatch.setattr("benchmarks.suite.command.run", asked.append)
     assert benchmark.main(words[words.index("openrlhf_gtpo.cli.benchmark") + 1 :]) == 0
     (args,) = asked
     return args

@@ -14,7 +14,7 @@ from fake_engines import Engine, Ready, Remote, handle
 from openrlhf.trainer import ppo_trainer
 from rollouts import PAD, arguments
 
-from openrlhf_gtpo.benchmarks.synthetic import read_shape
+from benchmarks.suite.synthetic import read_shape
 from openrlhf_gtpo.token_values import TokenValues
 from openrlhf_gtpo.training import run
 from openrlhf_gtpo.training.actors.strategy import Strategy

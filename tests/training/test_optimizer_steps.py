@@ -418,14 +418,14 @@ def test_what_replicas_append_is_dealt_by_tokens(order: RowOrder | None, monkeyp
     from openrlhf.trainer.ray import launcher
     from rollouts import arguments, maker, rollout
 
-    from openrlhf_gtpo.training.credit.experience_maker import EntropyExperienceMaker
+    from openrlhf_gtpo.training.credit.experiences import ExperienceMaker
 
     monkeypatch.setattr(launcher, "ray", SimpleNamespace(put=lambda value: value))
     monkeypatch.setattr(dispatch, "ray", SimpleNamespace(get=lambda value: value))
     args = arguments("--algo.advantage.estimator", "gtpo", "--rollout.micro_batch_size", "2")
     args.actor.num_gpus_per_node = 2
     batch = rollout(prompts=4, samples=4)
-    samples = maker(EntropyExperienceMaker, args, batch, monkeypatch).split_rollout_samples(batch.samples())
+    samples = maker(ExperienceMaker, args, batch, monkeypatch).split(batch.rows())
     lengths = [int(length) for one in samples for length in one.total_length]
     trainer = SimpleNamespace(row_order=lambda: order)
     group = object.__new__(ActorGroup)
@@ -449,14 +449,14 @@ def test_rows_are_dealt_evenly() -> None:
     1 if rows are not a multiple of the replicas); fewer rows than replicas go one by one."""
     from rollouts import arguments, maker, rollout
 
-    from openrlhf_gtpo.training.credit.experience_maker import EntropyExperienceMaker
+    from openrlhf_gtpo.training.credit.experiences import ExperienceMaker
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         for prompts, size in itertools.product((1, 2, 3, 4, 5, 8), (1, 2, 4)):
             args = arguments("--algo.advantage.estimator", "gtpo", "--rollout.micro_batch_size", f"{size}")
             args.actor.num_gpus_per_node = 4
             batch = rollout(prompts=prompts, samples=3)
-            samples = maker(EntropyExperienceMaker, args, batch, monkeypatch).split_rollout_samples(batch.samples())
+            samples = maker(ExperienceMaker, args, batch, monkeypatch).split(batch.rows())
             assert [row for one in samples for row in one.index] == list(range(3 * prompts))
             assert len(samples) % 4 == 0 or len(samples) == 3 * prompts < 4
             assert max(len(one.index) for one in samples) <= (2 if size == 1 and 3 * prompts % 4 else size)

@@ -66,7 +66,7 @@ def test_an_interval_without_0_does_not_show_it() -> None:
     "scenario", ["noise alone", "mostly seeds", "seeds as questions", "mostly questions", "answers"]
 )
 def test_intervals_cover_the_true_effect(scenario: str, seeds: int) -> None:
-    """In 93 to 97 % of the draws; benchmarks/report_page.py makes more."""
+    """In 93 to 97 % of the draws; benchmarks/studies/report_page.py makes more."""
     assert 0.93 <= coverage(scenario, seeds, 50, 1500) <= 0.97
 
 

@@ -9,7 +9,7 @@ from openrlhf_gtpo.tasks.math_data import BENCHMARKS
 from openrlhf_gtpo.tools.experiment.grid import read_grid, words
 from openrlhf_gtpo.training.run import parse
 
-EXPERIMENTS = Path(__file__).parents[2] / "examples" / "experiments"
+EXPERIMENTS = Path(__file__).parents[3] / "examples" / "experiments"
 FILES = sorted(EXPERIMENTS.glob("paper_*.yaml"))
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.slurm_cluster import SlurmCluster, missing_daemons, three_free_ports
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "examples" / "scripts" / "train_gtpo_slurm.sh"
 
 

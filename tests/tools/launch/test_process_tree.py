@@ -15,7 +15,7 @@ PROGRAM = "import os, sys; from openrlhf_gtpo.tools.launch.process_tree import r
 PROGRAM += "sys.exit(run_and_clear(sys.argv[2:], os.environ, patience=float(sys.argv[1])))"
 # Half a second for whatever does not get the program's patience.
 HASTY = f"from openrlhf_gtpo.tools.launch import process_tree; process_tree._PATIENCE = 0.5; {PROGRAM}"
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def start(patience: float, shell: str, folder: Path, program: str = PROGRAM) -> subprocess.Popen:

@@ -2,19 +2,15 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.studies import planner_rows
 from openrlhf_gtpo.model_shape import PRESETS
 from openrlhf_gtpo.tools.planner.cluster import GPUS
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import planner_rows  # noqa: E402
-
+ROOT = Path(__file__).resolve().parents[3]
 ROWS = {row.name: row for row in planner_rows.rows()}
 ON_H200 = json.loads((ROOT / "benchmarks" / "results" / "h200" / "train_step.json").read_text())
 MEASURED = {row.name: row for row in planner_rows.against_measured(ON_H200)}

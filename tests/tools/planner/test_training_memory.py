@@ -132,7 +132,7 @@ def measured_and_planned(case: Case, pool: RankPool) -> list[tuple[dict[str, flo
     return both
 
 
-# benchmarks/planner_memory.py measures all of SEEN and UNSEEN.
+# benchmarks/studies/planner_memory.py measures all of SEEN and UNSEEN.
 OF_SEEN = ("one-full", "one-selective-short", "TP2-SP-DP2", "PP4-selective")
 
 

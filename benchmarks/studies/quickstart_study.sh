@@ -2,17 +2,17 @@
 # The study behind docs/results/quickstart.md: the default quickstart with three estimators and three seeds, and GTPO on
 # the Megatron actor at three layouts and in emulated FP8.
 #
-#   bash benchmarks/quickstart_study.sh [ESTIMATOR ...]     default: gtpo grpo_s group_norm
+#   bash benchmarks/studies/quickstart_study.sh [ESTIMATOR ...]     default: gtpo grpo_s group_norm
 #
 # About ten minutes a run on two cores. Finished runs are kept: start it again to go on after an interruption. Metrics
 # (ESTIMATOR-seedN.jsonl) go to docs/results/quickstart/runs.tar.xz, the comparison to table.md and curves.png beside it.
 set -euo pipefail
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 # shellcheck source=examples/scripts/setup_env.sh
 source examples/scripts/setup_env.sh
-# shellcheck source=benchmarks/raw.sh
-source benchmarks/raw.sh
+# shellcheck source=benchmarks/studies/raw.sh
+source benchmarks/studies/raw.sh
 results=docs/results/quickstart metrics=runs/quickstart_study
 unpack "$results/runs.tar.xz" "$metrics"
 estimators=("$@")

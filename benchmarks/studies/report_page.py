@@ -1,6 +1,6 @@
 """How often the intervals of `report page` hold the true effect, and how long a page of 100 runs of 1000 steps takes.
 
-    python3 benchmarks/report_page.py --output docs/results/report_page.json
+    python3 -m benchmarks.studies.report_page --output docs/results/report_page.json
 
 The runs are copies of a quickstart's, with its metrics at every step. Beside the intervals stand those of the
 percentiles of a hierarchical bootstrap, which draws seeds and, in each, questions.
@@ -8,21 +8,17 @@ percentiles of a hierarchical bootstrap, which draws seeds and, in each, questio
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "experiment")]
+from openrlhf_gtpo.cli.report import main as report
+from openrlhf_gtpo.platform.results import write_results
+from tests.tools.experiment.simulated import EFFECT, SCENARIOS, coverage, draw
 
-from simulated import EFFECT, SCENARIOS, coverage, draw  # noqa: E402
-
-from openrlhf_gtpo.benchmarks.harness import write_results  # noqa: E402
-from openrlhf_gtpo.cli.report import main as report  # noqa: E402
-
+ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = ROOT / "docs" / "results" / "quickstart" / "gtpo-seed1.jsonl"
 
 

@@ -1,6 +1,6 @@
 """What entropies cost an engine: the sampler on one step's logits, and whole rollouts, with them and without in turns.
 
-    python3 benchmarks/sampler_entropy.py --model .cache/quickstart/smollm2-135m-instruct --output sampler_entropy.json
+    python3 -m benchmarks.studies.sampler_entropy --model MODEL --output sampler_entropy.json
 
 Random logits and prompts, temperature 1. For the sampler alone there are also vLLM's own log-probs of sampled tokens.
 """
@@ -29,7 +29,8 @@ def main() -> None:
 
     from vllm import LLM, SamplingParams, TokensPrompt
 
-    from openrlhf_gtpo.benchmarks.harness import measure, median_and_range, print_table, write_results
+    from benchmarks.suite.harness import measure, median_and_range, print_table
+    from openrlhf_gtpo.platform.results import write_results
     from openrlhf_gtpo.training.rollout.rollout_actor import IN_ENGINE, WORKER_EXTENSION
 
     load = os.getloadavg()

@@ -5,10 +5,10 @@ from dataclasses import replace
 import matplotlib.image
 import pytest
 
-from openrlhf_gtpo.benchmarks.train import print_phases
+from benchmarks.suite.plots import plot_step_phases
+from benchmarks.suite.step_phases import COUNTED, PHASES, Setup, measured_steps, of_run, ratios, summary
+from benchmarks.suite.train import print_phases
 from openrlhf_gtpo.report import names
-from openrlhf_gtpo.report.benchmark_plots import plot_step_phases
-from openrlhf_gtpo.report.step_phases import COUNTED, PHASES, Setup, measured_steps, of_run, ratios, summary
 
 SETUP = Setup(
     gpus=4,

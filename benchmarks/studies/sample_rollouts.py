@@ -1,6 +1,6 @@
 """Samples responses of the quickstart's model to the quickstart's questions, with rewards: input for `report fp8`.
 
-    python3 benchmarks/sample_rollouts.py --model .cache/quickstart/smollm2-135m-instruct --data DATA/train.jsonl \
+    python3 -m benchmarks.studies.sample_rollouts --model MODEL --data DATA/train.jsonl \
         --output rollouts.jsonl --prompts 32 --samples 8
 
 DATA is from `python3 -m openrlhf_gtpo.cli.prepare task`. vLLM samples at temperature 1; rewards are reasoning-gym's.

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrlhf_gtpo.benchmarks.harness import Measured, measure, print_table, write_results
-from openrlhf_gtpo.benchmarks.lm_head_ways import OURS, OURS_WITHOUT_ENTROPY, PRODUCT, Outputs, Phase, Problem, ways
+from benchmarks.suite.harness import Measured, measure, print_table
+from benchmarks.suite.lm_head_ways import OURS, OURS_WITHOUT_ENTROPY, PRODUCT, Outputs, Phase, Problem, ways
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.platform.memory import PeakMemory
 from openrlhf_gtpo.platform.processes import run_processes
+from openrlhf_gtpo.platform.results import write_results
 
 TEMPERATURE = 0.8
 COMPARED_TOKENS = 64  # those compared with float64
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
         _print(case, args.repeat)
         write_results(args.output, args, {"cases": cases})  # the next one may not fit into memory
     if args.png:
-        from openrlhf_gtpo.report.benchmark_plots import plot_lm_head
+        from benchmarks.suite.plots import plot_lm_head
 
         print(f"wrote {plot_lm_head(cases, args.png)}")
 

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from openrlhf_gtpo import platform
-from openrlhf_gtpo.algorithms import GTPOConfig, gtpo_advantages, policy_surrogate
-from openrlhf_gtpo.benchmarks.harness import Measured, measure, median_and_range, print_table, ratios, write_results
-from openrlhf_gtpo.benchmarks.synthetic import (
+from benchmarks.suite.harness import Measured, measure, median_and_range, print_table, ratios
+from benchmarks.suite.synthetic import (
     BF16,
     long_tailed_lengths,
     precisions,
     read_shape,
     write_random_checkpoint,
 )
+from openrlhf_gtpo import platform
+from openrlhf_gtpo.algorithms import GTPOConfig, gtpo_advantages, policy_surrogate
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.megatron.fp8.options import Fp8Options
 from openrlhf_gtpo.megatron.model.policy import ModelOptions
@@ -34,6 +34,7 @@ from openrlhf_gtpo.megatron.train import schedule
 from openrlhf_gtpo.megatron.train.trainer import OptimizerOptions, Trainer
 from openrlhf_gtpo.platform.memory import PeakMemory
 from openrlhf_gtpo.platform.processes import run_processes
+from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.token_values import place
 
 _DEEPSPEED = "deepspeed"
@@ -180,7 +181,9 @@ def _deepspeed(args: argparse.Namespace, shape: Any) -> dict[str, Any]:
     check_openrlhf()
     platform.choose()
 
-    from openrlhf_gtpo.benchmarks.actor import measure_actors
+    import ray
+
+    from benchmarks.suite.actor import measure_actors
     from openrlhf_gtpo.training.actors.policy_actor import EntropyPolicyActor
 
     with tempfile.TemporaryDirectory() as folder:
@@ -189,7 +192,7 @@ def _deepspeed(args: argparse.Namespace, shape: Any) -> dict[str, Any]:
         # Packed micro-batches of ``max_tokens``, as on Megatron; by default OpenRLHF pads a fixed number of rows.
         flags = ["--train.dynamic_batch_enable"]
         flags += ["--actor.gradient_checkpointing_enable"] if args.recompute == "full" else []
-        side = measure_actors(actor_args, {_DEEPSPEED: EntropyPolicyActor}, flags)[_DEEPSPEED]
+        side = measure_actors(actor_args, {_DEEPSPEED: ray.remote(EntropyPolicyActor)}, flags)[_DEEPSPEED]
     return {
         "seconds": {"old_policy": side.seconds["forward"], "train": side.seconds["train"]},
         "tokens": side.about["tokens"],

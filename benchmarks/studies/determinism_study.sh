@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
 # The study behind docs/results/determinism.md: the smoke run with and without --train.full_determinism_enable, in turn.
 #
-#   bash benchmarks/determinism_study.sh
+#   bash benchmarks/studies/determinism_study.sh
 #
 # About a minute a run on two cores, three runs each. Finished runs are kept: start it again to go on after an interruption.
 # Metrics (smoke-{with,without}-N.jsonl) go to docs/results/determinism/runs.tar.xz.
 set -euo pipefail
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 # shellcheck source=examples/scripts/setup_env.sh
 source examples/scripts/setup_env.sh
-# shellcheck source=benchmarks/raw.sh
-source benchmarks/raw.sh
+# shellcheck source=benchmarks/studies/raw.sh
+source benchmarks/studies/raw.sh
 archive=docs/results/determinism/runs.tar.xz metrics=runs/determinism_study
 unpack "$archive" "$metrics"
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 from types import SimpleNamespace
 
+from benchmarks.suite.step_phases import Setup
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.report.step_phases import Setup
 from openrlhf_gtpo.training import run
 from openrlhf_gtpo.training.checks.data import table_rows
 from openrlhf_gtpo.training.credit.old_policy import always_forwards, count_rows

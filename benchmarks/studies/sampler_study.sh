@@ -2,17 +2,17 @@
 # The study behind docs/results/sampler.md: what entropies from vLLM's sampler cost a rollout, what they save of a step, and
 # whether the quickstart learns the same with them, six seeds.
 #
-#   bash benchmarks/sampler_study.sh
+#   bash benchmarks/studies/sampler_study.sh
 #
 # About 80 minutes on two idle cores. What is finished is kept: start it again to go on after an interruption. Results go to
 # docs/results/sampler.
 set -euo pipefail
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 # shellcheck source=examples/scripts/setup_env.sh
 source examples/scripts/setup_env.sh
-# shellcheck source=benchmarks/raw.sh
-source benchmarks/raw.sh
+# shellcheck source=benchmarks/studies/raw.sh
+source benchmarks/studies/raw.sh
 results=docs/results/sampler metrics=runs/sampler_study
 model=.cache/quickstart/smollm2-135m-instruct
 unpack "$results/runs.tar.xz" "$metrics"
@@ -37,7 +37,7 @@ pack "$results/runs.tar.xz" "$metrics" {actor,sampler}-seed{1..6}.jsonl
 python3 -m openrlhf_gtpo.cli.report compare "${runs[@]}" --png "$results/curves.png" --markdown "$results/table.md"
 
 [[ -e $results/rollout.json ]] ||
-    python3 benchmarks/sampler_entropy.py --model "$model" --output "$results/rollout.json" --rows 64 --tokens 24 --repeat 7
+    python3 -m benchmarks.studies.sampler_entropy --model "$model" --output "$results/rollout.json" --rows 64 --tokens 24 --repeat 7
 
 if [[ ! -e $results/megatron.json ]]; then
     task=runs/sampler-study-task

@@ -1,7 +1,7 @@
 """How large a page of the token viewer is, how long it takes to make, and how fast it answers in headless Chromium.
 
-    python3 benchmarks/viewer.py --output docs/results/viewer.json     2000 responses of 1000 tokens
-    python3 benchmarks/viewer.py --dump MODEL --output docs/results/dump.json
+    python3 -m benchmarks.studies.viewer --output docs/results/viewer.json     2000 responses of 1000 tokens
+    python3 -m benchmarks.studies.viewer --dump MODEL --output docs/results/dump.json
 
 The second is what dumping costs a step: 64 responses of 1000 tokens, written by the trainer's own dumper, against one
 forward and backward pass of MODEL over them. A step also samples, computes old log-probs and updates weights, so that
@@ -13,23 +13,19 @@ Entropies are drawn as those of a trained model lie: four of five tokens are nea
 import argparse
 import os
 import shutil
-import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from playwright.sync_api import sync_playwright
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from openrlhf_gtpo.algorithms import GTPOConfig, gtpo_advantages  # noqa: E402
-from openrlhf_gtpo.benchmarks.harness import write_results  # noqa: E402
-from openrlhf_gtpo.cli import view  # noqa: E402
-from openrlhf_gtpo.report.rollouts import dump_file, write_dump  # noqa: E402
+from openrlhf_gtpo.algorithms import GTPOConfig, gtpo_advantages
+from openrlhf_gtpo.cli import view
+from openrlhf_gtpo.platform.results import write_results
+from openrlhf_gtpo.report.rollouts import dump_file, write_dump
 
 CLICK = """async () => {
     const times = [];
@@ -85,8 +81,7 @@ def dump_cost(name: str, train_rows: int, repeat: int, rows: int = 64, tokens: i
 
     from openrlhf_gtpo.token_values import TokenValues
     from openrlhf_gtpo.training.credit.rollout_batch import RolloutBatch
-    from openrlhf_gtpo.training.features.dumps import dumper as dumps
-    from openrlhf_gtpo.training.rows import Row
+    from openrlhf_gtpo.training.features.dumps.dumper import RolloutDumper
     from openrlhf_gtpo.training.run import parse
 
     tokenizer, model = AutoTokenizer.from_pretrained(name), AutoModelForCausalLM.from_pretrained(name).float()
@@ -97,7 +92,7 @@ def dump_cost(name: str, train_rows: int, repeat: int, rows: int = 64, tokens: i
         flags = ["--actor.model_name_or_path", name, "--vllm.num_engines", "1", "--reward.remote_url", "r.py"]
         flags += ["--rollout.n_samples_per_prompt", "8", "--algo.advantage.estimator", "gtpo"]
         args = parse([*flags, "--logger.dump_rollouts", "1", "--ckpt.path", folder])
-        dumper = dumps.RolloutDumper(args)
+        dumper = RolloutDumper(args, tokenizer, None, max_steps=repeat)
         write, cpu = dumper._write, [0.0]
 
         def timed(*what: Any) -> None:
@@ -107,28 +102,19 @@ def dump_cost(name: str, train_rows: int, repeat: int, rows: int = 64, tokens: i
 
         dumper._write = timed  # type: ignore
         measured: dict[str, list[float]] = {"call_s": [], "thread_cpu_s": [], "train_s": [], "train_cpu_s": []}
-        mask = np.arange(tokens + 1) > 0
-        sampled = [Row("prompt", None, row // 8, ids[row].numpy(), mask, None, 1.0, None) for row in range(rows)]
-        ratios = {row: (values[row].numpy(), values[row].numpy() > 0.5) for row in range(rows)}
-        rank = SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda function: ratios))
-        dumps.ray = SimpleNamespace(get=lambda taken: taken)  # type: ignore[assignment]
-        group = SimpleNamespace(_actor_handlers=[rank])
-        run = SimpleNamespace(tokenizer=tokenizer, max_steps=repeat, step=0, models=SimpleNamespace(actor=group))
-        dumper.begin(run)
-        for step in range(1, repeat + 1):
+        for dumper.step in range(1, repeat + 1):
             ones = torch.ones(rows)
             experience = Experience(
                 sequences=ids, attention_mask=torch.ones_like(ids), action_mask=torch.ones_like(values),
                 action_log_probs=-values, rollout_log_probs=-values, advantages=values, rewards=ones,
                 truncated=ones.bool(), index=list(range(rows)), kl=values, prompts=["prompt"] * rows,
             )  # fmt: skip
-            batch = RolloutBatch.gather([experience], [TokenValues(-values, values)], sampled, 8)
+            batch = RolloutBatch.gather([experience], [TokenValues(-values, values)], 8)
             began = time.perf_counter()
-            run.step = step - 1
-            dumper.on_batch(batch, [experience])
+            dumper(batch, [experience])
             measured["call_s"].append(time.perf_counter() - began)
-            dumper.on_step(step, {})
-            dumper.end()
+            dumper.trained(lambda: [{row: (values[row].numpy(), values[row].numpy() > 0.5) for row in range(rows)}])
+            dumper.close()
             measured["thread_cpu_s"].append(cpu[0])
             began, began_cpu = time.perf_counter(), time.process_time()
             for row in ids[:train_rows]:

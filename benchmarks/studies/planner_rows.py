@@ -1,7 +1,7 @@
 """The planner against published measurements, and against this project's own on a GPU.
 
-    python3 benchmarks/planner_rows.py                                    the table of docs/results/planner.md
-    python3 benchmarks/planner_rows.py --measured benchmarks/results/gpu/*.json
+    python3 -m benchmarks.studies.planner_rows                                    the table of docs/results/planner.md
+    python3 -m benchmarks.studies.planner_rows --measured benchmarks/results/gpu/*.json
 
 The second reads what ``cli.benchmark train-step --output`` wrote on one GPU, and prints memory and time beside the
 planner's. Needs neither a GPU nor a network.
@@ -17,19 +17,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from openrlhf_gtpo.benchmarks.synthetic import precisions  # noqa: E402
-from openrlhf_gtpo.megatron.fp8.options import RECIPES, Fp8Options  # noqa: E402
-from openrlhf_gtpo.megatron.parallel.layout import Layout  # noqa: E402
-from openrlhf_gtpo.model_shape import ModelShape  # noqa: E402
-from openrlhf_gtpo.tools.planner.assumptions import Assumptions  # noqa: E402
-from openrlhf_gtpo.tools.planner.cluster import GIB, GPUS, parse_cluster  # noqa: E402
-from openrlhf_gtpo.tools.planner.plan import Request, candidates  # noqa: E402
-from openrlhf_gtpo.tools.planner.rollout import Engines  # noqa: E402
-from openrlhf_gtpo.tools.planner.training_memory import Training, step_bytes  # noqa: E402
-from openrlhf_gtpo.tools.planner.training_speed import TrainingSpeed  # noqa: E402
-from openrlhf_gtpo.tools.planner.workload import Workload  # noqa: E402
+from benchmarks.suite.synthetic import precisions
+from openrlhf_gtpo.megatron.fp8.options import RECIPES, Fp8Options
+from openrlhf_gtpo.megatron.parallel.layout import Layout
+from openrlhf_gtpo.model_shape import ModelShape
+from openrlhf_gtpo.tools.planner.assumptions import Assumptions
+from openrlhf_gtpo.tools.planner.cluster import GIB, GPUS, parse_cluster
+from openrlhf_gtpo.tools.planner.plan import Request, candidates
+from openrlhf_gtpo.tools.planner.rollout import Engines
+from openrlhf_gtpo.tools.planner.training_memory import Training, step_bytes
+from openrlhf_gtpo.tools.planner.training_speed import TrainingSpeed
+from openrlhf_gtpo.tools.planner.workload import Workload
 
 
 def _llama(hidden: int, mlp: int, layers: int, heads: int) -> dict[str, Any]:

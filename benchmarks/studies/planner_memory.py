@@ -1,7 +1,7 @@
 """The planner's memory of a train step beside that of real Megatron actors on gloo processes: the layouts of
 tests/tools/planner/test_training_memory.py, rank by rank.
 
-    python3 benchmarks/planner_memory.py --output benchmarks/results/planner_memory.json      about two minutes, no GPU
+    python3 -m benchmarks.studies.planner_memory --output benchmarks/results/planner_memory.json   two minutes, no GPU
 """
 
 import argparse
@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(_ROOT / "tests" / "megatron"), str(_ROOT / "tests" / "planner"), str(_ROOT)]
+_TESTS = Path(__file__).resolve().parents[2] / "tests"
+sys.path[:0] = [str(_TESTS / "megatron"), str(_TESTS / "tools" / "planner")]  # whose files import each other so
 
 from rank_pool import RankPool  # noqa: E402
 from test_training_memory import SEEN, UNSEEN, measured_and_planned  # noqa: E402
 
-from openrlhf_gtpo.benchmarks.harness import write_results  # noqa: E402
+from openrlhf_gtpo.platform.results import write_results  # noqa: E402
 
 
 def main() -> None:

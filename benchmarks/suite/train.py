@@ -17,14 +17,16 @@ from typing import Any
 
 import torch
 
+from benchmarks.suite import harness
+from benchmarks.suite.harness import SquareProduct, measure, median_and_range, print_table
+from benchmarks.suite.step_phases import COUNTED, IDLE, STEP, measured_steps, of_run, ratios, summary
+from benchmarks.suite.train_configurations import Configuration, configurations, split_compare
 from openrlhf_gtpo import platform
-from openrlhf_gtpo.benchmarks.harness import SquareProduct, measure, median_and_range, print_table, write_results
-from openrlhf_gtpo.benchmarks.train_configurations import Configuration, configurations, split_compare
 from openrlhf_gtpo.errors import TrainingStopped, UsageError
 from openrlhf_gtpo.platform.processes import run_processes
+from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import phase_file, read_runs
-from openrlhf_gtpo.report.step_phases import COUNTED, IDLE, STEP, measured_steps, of_run, ratios, summary
 
 COMMAND = (sys.executable, "-m", "openrlhf_gtpo.cli.train_ppo_ray")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -52,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
     print_phases(results)
     write_results(args.output, args, results)
     if args.png:
-        from openrlhf_gtpo.report.benchmark_plots import plot_step_phases
+        from benchmarks.suite.plots import plot_step_phases
 
         print(plot_step_phases(results, args.png))
     _tell(f"logs and metrics: {folder}")
@@ -117,11 +119,8 @@ def run_trainer(name: str, argv: Sequence[str], folder: Path, steps: int) -> lis
     own = {"--logger.metrics_path": metrics, **weights, "--ckpt.save_steps": -1, "--eval.steps": -1}
     command = [*COMMAND, *(word for word in argv if word != "--eval.before_training")]
     command += [str(word) for pair in own.items() for word in pair]
-    # The trainer must find this package, wherever the benchmark was started from.
-    paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
             while True:
                 ended = process.poll() is not None  # before reading, so that the last line is read too
@@ -180,6 +179,7 @@ def _rate_of_all(side: int, dtype: str) -> float:
 def _rate_on_cluster(processes: int, side: int, dtype: str) -> float:
     import ray
 
+    ray.cloudpickle.register_pickle_by_value(harness)  # a node of the cluster may have the package alone
     ray.init()
     try:
         product = ray.remote(num_gpus=1)(SquareProduct)

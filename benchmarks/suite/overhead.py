@@ -12,18 +12,19 @@ On a CPU host the first trains with DeepSpeed's Adam, the others with torch's.
 
 import argparse
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import ray
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from openrlhf.trainer.ppo_utils.kl_controller import FixedKLController
-from openrlhf.trainer.ray.ppo_actor import PolicyModelActor  # which `patch.apply` leaves unchanged
+from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 
-from openrlhf_gtpo.benchmarks.actor import Policy, rollout, trainer_argv
-from openrlhf_gtpo.benchmarks.harness import Side, measure, print_table, ratios, spread, write_results
-from openrlhf_gtpo.benchmarks.synthetic import even_lengths
+from benchmarks.suite.actor import Policy, rollout, trainer_argv
+from benchmarks.suite.harness import Side, measure, print_table, ratios, spread
+from benchmarks.suite.synthetic import even_lengths
 from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.training import patch
 from openrlhf_gtpo.training import run as trainer
 from openrlhf_gtpo.training.actors.policy_actor import EntropyPolicyActor
@@ -31,27 +32,16 @@ from openrlhf_gtpo.training.host import start_ray
 
 
 class UpstreamPolicy(Policy):
-    """OpenRLHF's own actor and experience maker."""
+    """OpenRLHF's actor, and OpenRLHF's experiences for it."""
 
     def __init__(self, argv: Sequence[str]) -> None:
         super().__init__(argv, PolicyModelActor)
-        groups, kl = (self._group, None, None, None), FixedKLController(0.0)
-        self._upstream = RemoteExperienceMaker(*groups, kl, self._strategy, self._tokenizer)
+        nothing, kl = (None, None, None), FixedKLController(0.0)
+        self._upstream = RemoteExperienceMaker(self._group, *nothing, kl, self._strategy, self._tokenizer)
 
     def experience(self) -> None:
         samples = [row.experience(self.args.data.max_len) for row in self.rows]
         self._made = self._upstream.make_experience_batch(samples)
-
-
-def _own(argv: Sequence[str]) -> Policy:
-    return Policy(argv, ray.remote(num_gpus=1)(EntropyPolicyActor))
-
-
-VARIANTS: dict[str, Callable[[Sequence[str]], Policy]] = {
-    "upstream": UpstreamPolicy,
-    "group_norm": _own,
-    "gtpo": _own,
-}
 
 
 def run(args: argparse.Namespace) -> None:
@@ -64,13 +54,12 @@ def run(args: argparse.Namespace) -> None:
         )
     argv = [*trainer_argv(args, {}), "--algo.advantage.estimator"]
     parsed = trainer.parse([*argv, "group_norm"])
-    start_ray(parsed, gpus=len(VARIANTS))
+    start_ray(parsed, gpus=3)
     try:
-        policies = {}
-        for name, make in VARIANTS.items():
-            if name != "upstream":
-                patch.apply(parsed)  # from here on the DeepSpeed strategy is this package's
-            policies[name] = make([*argv, "gtpo" if name == "gtpo" else "group_norm"])
+        policies: dict[str, Policy] = {"upstream": UpstreamPolicy([*argv, "group_norm"])}
+        patch.apply(parsed)  # from here on the DeepSpeed strategy is this package's
+        for name in ("group_norm", "gtpo"):
+            policies[name] = Policy([*argv, name], ray.remote(EntropyPolicyActor))
 
         def new_round(repetition: int) -> None:
             lengths = even_lengths(rows, args.response_tokens, repetition)
@@ -93,7 +82,7 @@ def run(args: argparse.Namespace) -> None:
     steps = {name: [sum(phases) for phases in zip(*one.values(), strict=True)] for name, one in seconds.items()}
     over = {f"gtpo/{base}": spread(ratios(steps["gtpo"], steps[base])) for base in ("upstream", "group_norm")}
     medians = []
-    for name in VARIANTS:
+    for name in policies:
         medians.append((name, *(f"{statistics.median(one):.2f}" for one in (*seconds[name].values(), steps[name]))))
     notes = (
         f"{name.replace('/', ' / ')}: {median:.3f} (from {low:.3f} to {high:.3f}, batch by batch)"

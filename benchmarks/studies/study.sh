@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
 # The study behind docs/results/study.md: examples/experiments/study.yaml, in as many pieces as it takes.
 #
-#   bash benchmarks/study.sh
+#   bash benchmarks/studies/study.sh
 #
 # Some 10 minutes a run on two cores, 13 where they are busy. Start it again to go on after an interruption, also in a
 # fresh clone: the raw files of finished runs are kept in docs/results/study/runs.tar.xz, and a run that has them is not made
 # again.
 set -euo pipefail
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 # shellcheck source=examples/scripts/setup_env.sh
 source examples/scripts/setup_env.sh
-# shellcheck source=benchmarks/raw.sh
-source benchmarks/raw.sh
+# shellcheck source=benchmarks/studies/raw.sh
+source benchmarks/studies/raw.sh
 results=docs/results/study runs=runs/study
 python3 -m openrlhf_gtpo.cli.prepare smollm2 --output .cache/quickstart/smollm2-135m-instruct
 python3 -m openrlhf_gtpo.cli.prepare task --task chain_sum --task-config '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}' \

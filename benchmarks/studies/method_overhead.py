@@ -1,7 +1,7 @@
 """What each method costs: a step of every estimator, and of group_norm with every surrogate, over group_norm's with
 PPO's clip, which captures no entropies.
 
-    python3 benchmarks/method_overhead.py --model .cache/quickstart/smollm2-135m-instruct --output method_overhead.json
+    python3 -m benchmarks.studies.method_overhead --model MODEL --output method_overhead.json
 
 All methods train one policy, on the same rows in turns. A step is the old-policy forward, shaping and training, in
 seconds and in processor seconds of the two processes, which other work on the machine disturbs less.
@@ -27,10 +27,11 @@ from openrlhf.trainer.ppo_utils.kl_controller import FixedKLController
 from openrlhf.utils import get_strategy
 from openrlhf.utils.utils import get_tokenizer
 
+from benchmarks.suite.actor import Policy, rollout, trainer_argv
+from benchmarks.suite.harness import Side, measure, median_and_range, print_table, ratios
+from benchmarks.suite.synthetic import even_lengths
 from openrlhf_gtpo.algorithms import ESTIMATORS, SURROGATES
-from openrlhf_gtpo.benchmarks.actor import Policy, rollout, trainer_argv
-from openrlhf_gtpo.benchmarks.harness import Side, measure, median_and_range, print_table, ratios, write_results
-from openrlhf_gtpo.benchmarks.synthetic import even_lengths
+from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.training import patch
 from openrlhf_gtpo.training import run as trainer
 from openrlhf_gtpo.training.actors.policy_actor import DeepspeedActorTrainer, EntropyPolicyActor
@@ -74,8 +75,8 @@ class Method(Policy):
         self.args, self._group = trainer.parse(argv), policy._group
         strategy = get_strategy(self.args)
         tokenizer = get_tokenizer(self.args.actor.model_name_or_path, None, "left", strategy)
-        models, kl = Models(self._group, None, None, None), FixedKLController(0.0)
-        self._maker = ExperienceMaker(strategy, models, kl, tokenizer)
+        models = Models(self._group, critic=None, reward=None, reference=None)
+        self._maker = ExperienceMaker(strategy, models, FixedKLController(0.0), tokenizer)
 
     def choose(self) -> None:
         ray.get(self._group.async_run_method(method_name="choose", args=self.args))

@@ -2,12 +2,12 @@
 # How the task of docs/results/study.md was chosen: what SmolLM2-135M-Instruct, untrained, scores in candidates of
 # reasoning-gym whose answers are short, 8 answers to each of 48 questions at temperature 1.
 #
-#   bash benchmarks/study_tasks.sh
+#   bash benchmarks/studies/study_tasks.sh
 #
 # About five minutes on two cores; goes on after an interruption. The table goes to docs/results/study/tasks.
 set -euo pipefail
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 # shellcheck source=examples/scripts/setup_env.sh
 source examples/scripts/setup_env.sh
 model=.cache/quickstart/smollm2-135m-instruct

@@ -18,9 +18,10 @@ from openrlhf.utils.utils import get_tokenizer
 from torch import Tensor
 from transformers import AutoConfig
 
-from openrlhf_gtpo.benchmarks.harness import Measured, measure, print_table, ratios, spread, write_results
-from openrlhf_gtpo.benchmarks.synthetic import long_tailed_lengths
+from benchmarks.suite.harness import Measured, measure, print_table, ratios, spread
+from benchmarks.suite.synthetic import long_tailed_lengths
 from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.training import patch
 from openrlhf_gtpo.training import run as trainer
 from openrlhf_gtpo.training.actors.policy_actor import EntropyPolicyActor
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> None:
     from openrlhf_gtpo.training.actors.megatron_actor import MegatronPolicy  # ``overhead`` needs no Megatron
 
     step = argparse.Namespace(**vars(args), prompts=args.rows // 2, samples=2, warmup=1)
-    backends = {"deepspeed": EntropyPolicyActor, "megatron": MegatronPolicy}
+    backends = {"deepspeed": ray.remote(EntropyPolicyActor), "megatron": ray.remote(MegatronPolicy)}
     measured = measure_actors(step, backends, args.trainer_flags)
     rows = []
     for backend, one in measured.items():
@@ -63,7 +64,7 @@ def measure_actors(
 
     Args:
         args: the sizes of a step, and ``repeat``, ``warmup`` and ``seed``.
-        backends: class of the actor by name.
+        backends: name to Ray actor.
         trainer_flags: further flags of the trainer.
     """
     argv = trainer_argv(args, {"--train.max_tokens_per_gpu": args.max_tokens})
@@ -74,10 +75,7 @@ def measure_actors(
     patch.apply(parsed)  # for its DeepSpeed strategy, which does not divide the loss
     start_ray(parsed, gpus=len(backends))
     try:
-        policies = {
-            name: Policy([*argv, "--actor.backend", name], ray.remote(num_gpus=1)(actor))
-            for name, actor in backends.items()
-        }
+        policies = {name: Policy([*argv, "--actor.backend", name], actor) for name, actor in backends.items()}
         loaded = {name: policy.peak_bytes() for name, policy in policies.items()}
 
         def new_round(repetition: int) -> None:
@@ -120,19 +118,19 @@ def trainer_argv(args: argparse.Namespace, further: Mapping[str, Any]) -> list[s
 
 
 class Policy:
-    """A policy: a group of one Ray actor, an experience maker over it, and the rows that it is given."""
+    """A policy: a group of one Ray actor, what makes experiences for it, and the rows that it is given."""
 
     rows: list[Row]
 
     def __init__(self, argv: Sequence[str], actor: Any) -> None:
         self.args = trainer.parse(argv)
-        model = self.args.actor.model_name_or_path
         self._strategy = get_strategy(self.args)
+        model = self.args.actor.model_name_or_path
         self._group = RayActorGroup(1, 1, actor, pg=None, num_gpus_per_actor=1)
         ray.get(self._group.async_init_model_from_pretrained(self._strategy, model, 1000, None))
         self._tokenizer = get_tokenizer(model, None, "left", self._strategy)
-        models, kl = Models(self._group, None, None, None), FixedKLController(0.0)
-        self._maker = ExperienceMaker(self._strategy, models, kl, self._tokenizer)
+        models = Models(self._group, critic=None, reward=None, reference=None)
+        self._maker = ExperienceMaker(self._strategy, models, FixedKLController(0.0), self._tokenizer)
 
     def forward(self) -> None:
         parts = self._maker.split(self.rows)
@@ -163,16 +161,19 @@ def rollout(args: Any, prompt_tokens: int, lengths: Tensor, seed: int) -> list[R
     """Rows of random tokens, half of every group successful: only their lengths matter."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = AutoConfig.from_pretrained(args.actor.model_name_or_path).vocab_size
-    return [
-        Row(
-            prompt="",
-            label="",
-            number=number // args.rollout.n_samples_per_prompt,
-            tokens=torch.randint(0, vocabulary, (prompt_tokens + length,), generator=generator).numpy(),
-            mask=np.arange(prompt_tokens + length) >= prompt_tokens,
-            log_probs=None,
-            reward=float(number % 2),
-            score=float(number % 2),
+    rows = []
+    for number, length in enumerate(lengths.tolist()):
+        total, reward = prompt_tokens + length, float(number % 2)
+        rows.append(
+            Row(
+                prompt="",
+                label="",
+                number=number // args.rollout.n_samples_per_prompt,
+                tokens=torch.randint(0, vocabulary, (total,), generator=generator).numpy(),
+                mask=np.arange(total) >= prompt_tokens,
+                log_probs=None,
+                reward=reward,
+                score=reward,
+            )
         )
-        for number, length in enumerate(lengths.tolist())
-    ]
+    return rows

@@ -10,8 +10,8 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.suite.step_phases import COUNTED, IDLE, PHASES
 from openrlhf_gtpo.report.curves import COLORS, STYLE, save
-from openrlhf_gtpo.report.step_phases import COUNTED, IDLE, PHASES
 
 _LM_HEAD = {"forward": "forward / one product", "forward_backward": "forward + backward / four products"}
 _IDLE_COLOR = "#CCCCCC"

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # What a guide is worth where most groups fail: examples/experiments/guide.yaml, with its model, data and guide.
 #
-#   bash benchmarks/guide_study.sh [STEPS]     steps of the guide's own training, 60 by default
+#   bash benchmarks/studies/guide_study.sh [STEPS]     steps of the guide's own training, 60 by default
 #
 # The guide is the policy's model after GRPO on other questions of the task. Start it again to go on after an interruption.
 set -euo pipefail
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 # shellcheck source=examples/scripts/setup_env.sh
 source examples/scripts/setup_env.sh
 model=.cache/quickstart/smollm2-135m-instruct data=runs/guide_data steps="${1:-60}"

@@ -1,0 +1,189 @@
+"""What ``python3 -m openrlhf_gtpo.cli.benchmark NAME`` runs: the benchmarks' flags.
+
+A benchmark consists of its flags below and ``run(args)`` in the file with its name beside this one.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from openrlhf_gtpo.cli import Parser, exit_status
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.megatron.fp8.options import RECIPES
+from openrlhf_gtpo.megatron.parallel.layout import RECOMPUTE
+from openrlhf_gtpo.platform.files import check_output
+
+# Least values of flags that take a number, 1 for all others. An advantage compares at least two responses to a prompt.
+_LEAST = {"warmup": 0, "bucket_mb": 0, "rows": 2, "samples": 2, "sequence_length": 2, "seed": -(2**31)}
+_MOST = 2**31 - 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one benchmark. Return 0, 2 after one sentence about a usage error, or 1 if a process failed."""
+    args = build_parser().parse_args(argv)
+    return exit_status(f"benchmark {args.command}", lambda: _start(args))
+
+
+def _start(args: argparse.Namespace) -> None:
+    for name, value in vars(args).items():
+        least = _LEAST.get(name, 1)
+        for number in value if isinstance(value, list) else [value]:
+            if type(number) is int and not least <= number <= _MOST:
+                limit = f">= {least}" if number < least else f"<= {_MOST}"
+                raise UsageError(f"Expected --{name.replace('_', '-')} {limit}, got {number}.")
+    if args.output is not None and args.output == getattr(args, "png", None):
+        raise UsageError(f"--output and --png are both {args.output}; name two files.")
+    for name in ("output", "png"):  # so that no measurement is lost at the end
+        check_output(f"--{name}", getattr(args, name, None))
+    run(args)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the benchmark that ``args`` names; torch and the code to measure are imported only from here on."""
+    if args.command in ("overhead", "actor"):  # their files import OpenRLHF
+        from openrlhf_gtpo import platform
+        from openrlhf_gtpo.training.checks.model import Model
+        from openrlhf_gtpo.training.settings.guard import check_openrlhf
+
+        check_openrlhf()
+        check_model(args.model, "--model")
+        platform.choose()
+    import_module(f"benchmarks.suite.{args.command.replace('-', '_')}").run(args)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    about = "Measurements whose numbers the documentation quotes."
+    parser = Parser(prog="python3 -m openrlhf_gtpo.cli.benchmark", description=about)
+    commands = parser.add_subparsers(dest="command", required=True)
+    count: dict[str, Any] = {"type": int}
+    path: dict[str, Any] = {"type": Path, "metavar": "FILE"}
+    preset = "tiny, 3b, 7b or 32b (Qwen2.5's widths), or a Hugging Face config.json"
+    fp8 = "On a CUDA host, FP8 is Transformer Engine's; elsewhere it is emulated, which says nothing about its speed."
+
+    def command(name: str, summary: str, more: str = "") -> Callable[..., Any]:
+        """Add a command, and return the function that adds a flag to it."""
+        flag = commands.add_parser(name, help=summary, description=more or summary).add_argument
+        flag("--output", help="write everything measured to this JSON file", **path)
+        if name not in ("overhead", "weight-sync", "train"):
+            flag("--seed", default=1, help="random seed", **count)
+        if name in ("layers", "train-step"):
+            flag("--recipes", nargs="*", choices=RECIPES, default=RECIPES, help="FP8 recipes to measure")
+            flag("--recompute", choices=RECOMPUTE, default="none", help="activations to recompute")
+        return flag
+
+    flag = command("overhead", "a GTPO step against upstream's group_norm step, same batches")
+    flag("--model", required=True, metavar="DIR", help="Hugging Face checkpoint")
+    flag("--prompts", default=8, help="prompts in a batch", **count)
+    flag("--samples", default=8, help="responses to each prompt", **count)
+    flag("--prompt-tokens", default=48, help="tokens of each prompt", **count)
+    flag("--response-tokens", default=32, help="maximum tokens of a response", **count)
+    flag("--micro-batch-size", default=16, help="rows of a micro-batch", **count)
+    flag("--repeat", default=7, help="timed steps of each variant", **count)
+
+    flag = command("actor", "the DeepSpeed actor against the Megatron actor, same ragged batches")
+    flag("--model", required=True, metavar="DIR", help="Hugging Face checkpoint")
+    flag("--rows", default=32, help="responses in a batch", **count)
+    flag("--prompt-tokens", default=64, help="tokens of each prompt", **count)
+    flag("--response-tokens", default=512, help="maximum tokens of a response", **count)
+    flag("--micro-batch-size", default=8, help="rows of a micro-batch, for DeepSpeed", **count)
+    flag("--max-tokens", default=2048, help="maximum tokens of a micro-batch, for Megatron", **count)
+    flag("--repeat", default=5, help="timed batches", **count)
+    flag("trainer_flags", nargs="*", metavar="-- FLAG", help="further flags of the trainer, for both")
+
+    flag = command(
+        "lm-head",
+        "log-probs and entropies: the bare product, OpenRLHF's way, those of other libraries, ours",
+        "Log-probs and entropies from hidden states, in every way that is installed, side by side. The bare product "
+        "is the limit: one for the forward pass, four for forward and backward (the logits twice, and the products "
+        "with their gradient), since no way keeps the logits. Gradients are those of the log-probs alone.",
+    )
+    sizes = {"nargs": "+", "default": ["1024x896x151936"], "metavar": "TxHxV"}
+    flag("--shape", help="tokens x hidden width x vocabulary", **sizes)
+    dtypes = ("bfloat16", "float16", "float32")
+    flag("--dtype", nargs="+", choices=dtypes, default=["bfloat16"], help="dtypes of hidden states and weights")
+    ranks = "processes that share the vocabulary, one GPU each"
+    flag("--tensor-parallel", nargs="+", default=[1], metavar="N", help=ranks, **count)
+    flag("--repeat", default=7, help="timed calls of each way", **count)
+    flag("--png", "--plot", help="plot the times relative to the product's", **path)
+
+    flag = command(
+        "weight-sync",
+        "whole weight syncs into an engine, against a device copy",
+        "GB/s of whole weight syncs into an engine, against a device copy of the same bytes. The trainer is one "
+        "process with the full tensors, so that gathering costs nothing: only packing, transfer and loading are "
+        "measured. OpenRLHF's own transfer, one call per parameter, is CUDA only; bucket size 0 has as many calls.",
+    )
+    flag("--model", type=Path, metavar="DIR", help="Hugging Face checkpoint with safetensors")
+    llama = "a Llama's layers, hidden width, intermediate width and vocabulary"
+    flag("--shape", metavar="LxHxIxV", help=f"instead of --model with --receiver process: {llama}")
+    process = "a process with a plain model, which needs neither vLLM nor Ray for the colocated transport"
+    flag("--receiver", choices=("vllm", "process"), default="vllm", help=f"a vLLM engine, or {process}")
+    transports = ["broadcast", "colocated"]
+    flag("--transport", nargs="+", choices=transports, default=transports, help="transports of the weights")
+    buckets = "bucket sizes; 0 is one parameter per bucket; the last size is measured with checksums too"
+    flag("--bucket-mb", nargs="+", default=[0, 16, 64, 256], metavar="MIB", help=buckets, **count)
+    flag("--workers", default=1, help="tensor-parallel size of the engine", **count)
+    flag("--repeat", default=7, help="timed syncs of each way", **count)
+
+    flag = command(
+        "layers",
+        "a stack of decoder layers on Megatron, BF16 against each FP8 recipe",
+        "Decoder layers of a given shape with random weights, bfloat16 against each FP8 recipe, on one device. FLOP/s "
+        "count only products (a backward pass has twice as many as a forward pass); MFU is relative to the rate of a "
+        f"big square bfloat16 product in the same run. {fp8}",
+    )
+    flag("--shape", nargs="+", default=["7b", "32b"], metavar="NAME", help=preset)
+    flag("--layers", metavar="N", help="layers of each shape (default: 4; 2 for tiny and 32b)", **count)
+    flag("--tokens", default=8192, help="tokens of a micro-batch", **count)
+    flag("--sequence-length", default=2048, help="tokens of a row", **count)
+    flag("--micro-batches", default=4, help="micro-batches of a step", **count)
+    flag("--repeat", default=7, help="timed repetitions", **count)
+    flag("--matrix", default=8192, metavar="N", help="side of the square product", **count)
+
+    flag = command(
+        "train-step",
+        "a whole GTPO train step, BF16 against FP8 against the DeepSpeed actor",
+        "Whole GTPO train steps of a model with random weights on Megatron, bfloat16 against FP8, and on the "
+        "DeepSpeed actor if OpenRLHF and DeepSpeed are installed. Only real tokens count, prompts included. Every "
+        f"precision gets its own process and the same batches, so that ratios are taken step by step. {fp8}",
+    )
+    flag("--shape", default="3b", metavar="NAME", help=preset)
+    flag("--layers", metavar="N", help="number of layers, instead of the shape's own", **count)
+    flag("--prompts", default=8, help="prompts of a step", **count)
+    flag("--samples", default=8, help="responses to each prompt", **count)
+    flag("--prompt-tokens", default=256, help="tokens of each prompt", **count)
+    flag("--response-tokens", default=2048, help="maximum tokens of a response; the median is a sixth of it", **count)
+    flag("--max-tokens", default=8192, help="maximum tokens of a micro-batch", **count)
+    flag("--fp8-param", action="store_true", help="measure each recipe with FP8 primary weights too")
+    flag("--deepspeed", action=argparse.BooleanOptionalAction, default=True, help="measure it if it is installed")
+    # With an FP8 recipe on an H200, first visits to four batches took 4.4, 3.0, 2.0 and 1.4 s, later visits 1.4.
+    flag("--warmup", default=3, help="steps before the timed ones", **count)
+    flag("--repeat", default=5, help="timed steps", **count)
+
+    flag = command(
+        "train",
+        "the phases of real training steps, of one configuration or several in turns",
+        "The phases of real training steps, of one configuration or several in turns. Each run is the trainer itself, "
+        "in its own process, with the flags after -- and those of its configuration; it ends after its last step. "
+        "Every configuration is checked before the first run. Tokens are real ones, never padding. GPUs are all that "
+        "a run holds; on a CPU host, a process that stands in for a GPU counts as one. MFU is relative to the "
+        "measured rate of a big square product in the run's dtype, for FP8 too. With RAY_ADDRESS the runs use that "
+        "cluster.",
+    )
+    flag("--steps", default=3, help="timed steps of a run", **count)
+    flag("--warmup", default=1, help="steps of a run before the timed ones", **count)
+    flag("--repeat", default=1, help="runs of each configuration", **count)
+    configuration = (
+        "a configuration: flags of the trainer on top of the common ones, which they override. Give it twice or more; "
+        "ratios are to the first (default: one configuration)"
+    )
+    flag("--compare", action="append", default=[], metavar='NAME="FLAGS"', help=configuration)
+    side = "side of the product that MFU is relative to (default: 8192; without CUDA 2048)"
+    flag("--matrix", metavar="N", help=side, **count)
+    flag("--png", help="plot the phases and the ratios", **path)
+    runs = "new folder for logs and metrics that every node of a cluster sees (default: runs/benchmark_train-TIME)"
+    flag("--runs", type=Path, metavar="DIR", help=runs)
+    flag("trainer_flags", nargs="*", metavar="-- FLAG", help="flags of the trainer, for all configurations")
+    return parser

@@ -1,1 +1,0 @@
-"""Benchmarks: one harness, and one file per question. Only the command line imports this package."""
