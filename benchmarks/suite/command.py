@@ -48,7 +48,9 @@ def run(args: argparse.Namespace) -> None:
         from openrlhf_gtpo.training.settings.guard import check_openrlhf
 
         check_openrlhf()
-        check_model(args.model, "--model")
+        model = Model(args.model, "--model")
+        model.check_code("--actor.trust_remote_code to training")
+        model.check_weights()
         platform.choose()
     import_module(f"benchmarks.suite.{args.command.replace('-', '_')}").run(args)
 

@@ -166,8 +166,14 @@ def command(place: Path, output: str, **changed: Any) -> list[str]:
             "Expected --data.input_template to have {}, where the question goes, got 'Q:'.",
         ),
         ({"data.input_template": "Q: {}"}, "With --data.apply_chat_template no --data.input_template is read; leave "),
-        ({"model": "/nowhere"}, "--model /nowhere is not a Hugging Face folder (no config.json), and /nowhere "),
-        ({"model": __file__}, f"--model {__file__} is not a Hugging Face folder (no config.json), and {__file__} "),
+        (
+            {"model": "/nowhere"},
+            "--model /nowhere is not a Hugging Face folder (no config.json), and There is no checkpoint",
+        ),
+        (
+            {"model": __file__},
+            f"--model {__file__} is not a Hugging Face folder (no config.json), and There is no checkpoint",
+        ),
         (
             {"model": "tests"},
             "--model tests is not a Hugging Face folder (no config.json), and tests is not a checkpoint",
@@ -226,7 +232,7 @@ def test_success_is_decided_as_in_training(
 def test_an_output_that_is_a_file(place: Path, capsys: pytest.CaptureFixture) -> None:
     (place / "file").touch()
     assert evaluate.main(command(place, "file")) == 2
-    message = f"evaluate: --output {place}/file/scores.json cannot be written, because of {place}/file; name another"
+    message = f"evaluate: --output {place}/file/scores.json cannot be written as a file, because of {place}/file"
     assert capsys.readouterr().err.startswith(message)
 
 

@@ -150,7 +150,7 @@ def test_a_line_that_cannot_be_used(
         (["--estimator", "rloo"], "--estimator='rloo' is not a known option; use one of 'gtpo', "),
         (["--layers-in-bf16", "-1"], "--megatron.num_layers_at_start_in_bf16 -1 is not between 0 and"),
         (["--megatron.tensor_model_parallel_size", "3"], "does not divide this model's 4 attention heads"),
-        (["--temperature", "0"], "--temperature 0 gives no probabilities"),
+        (["--temperature", "0"], "Expected a finite --temperature > 0, got 0."),
         (["--model", "/nowhere"], "--model /nowhere is not a folder"),
     ],
 )

@@ -266,11 +266,11 @@ def run_whole_step(
     """Take a rollout of eight responses of equal length from the experience maker to the end of training; return its
     metrics, all it may change, and how often the policy was asked for a forward. The sampler says what a forward of
     the policy says, in pairs of rows, as ``argv`` must have them; ``missed`` is how far weights have moved since."""
-    from openrlhf.trainer.ppo_utils import experience_maker as upstream
-
     from openrlhf_gtpo.megatron.parallel import groups
     from openrlhf_gtpo.token_values import TokenValues
-    from openrlhf_gtpo.training.credit.experience_maker import EntropyExperienceMaker
+    from openrlhf_gtpo.training import run
+    from openrlhf_gtpo.training.credit import experiences
+    from openrlhf_gtpo.training.rows import Row
 
     args, strategy, trained = _trained(backend, model, argv)
     asked = []
@@ -283,35 +283,49 @@ def run_whole_step(
     def reference(action_mask: list[torch.Tensor], **columns: Any) -> list[Any]:
         return [[-3 * torch.rand(mask.shape, generator=generator) * mask for mask in action_mask]]
 
-    samples = []
+    def column(values: torch.Tensor) -> np.ndarray:
+        return np.append(np.zeros(1, dtype=np.float32), values[0].numpy())
+
+    rows = []
     for first in range(0, 8, 2):
-        rows = [_row(row, 5) for row in (first, first + 1)]
-        pair = SimpleNamespace(**{name: torch.cat([getattr(row, name) for row in rows]) for name in vars(rows[0])})
-        sampled = _forward(trained, [pair])[0]
-        for place, batch in enumerate(rows):
-            values = TokenValues(*(one[place : place + 1] for one in sampled))
-            sample = _experience(batch, values.log_probs, args)
-            sample.rewards = sample.info["reward"] = torch.tensor([float((first + place) % 3 == 0)])
-            sample.action_log_probs = sample.base_action_log_probs = sample.advantages = sample.returns = None
-            sample.sampler_values = values
-            samples.append(sample)
+        pair = [_row(row, 5) for row in (first, first + 1)]
+        both = SimpleNamespace(**{name: torch.cat([getattr(row, name) for row in pair]) for name in vars(pair[0])})
+        sampled = _forward(trained, [both])[0]
+        for place, batch in enumerate(pair):
+            values = TokenValues(*(column(values[place : place + 1]) for values in sampled))  # type: ignore[arg-type]
+            rollout_log_probs = _experience(batch, sampled[0][place : place + 1], args).rollout_log_probs
+            rows.append(
+                Row(
+                    prompt="",
+                    label=None,
+                    number=(first + place) // args.rollout.n_samples_per_prompt,
+                    tokens=batch.sequences[0].numpy(),
+                    mask=column(batch.action_mask).astype(bool),
+                    log_probs=None if rollout_log_probs is None else column(rollout_log_probs),
+                    reward=float((first + place) % 3 == 0),
+                    score=None,
+                    values=values,
+                )
+            )
     for parameter in _module(backend, trained, critic=False).parameters():
         parameter.data += missed * torch.randn(parameter.shape, generator=generator)
-    with mock.patch.object(upstream, "ray", SimpleNamespace(put=lambda value: value, get=lambda value: value)):
-        maker = EntropyExperienceMaker(
-            SimpleNamespace(async_run_method_batch=policy),
-            None,
-            None,
-            SimpleNamespace(async_run_method_batch=reference) if args.algo.kl.init_coef else None,
-            SimpleNamespace(value=args.algo.kl.init_coef),
-            strategy,
-            SimpleNamespace(pad_token_id=0),
-        )
-        for experience in maker.make_experience_batch(samples):
+    features = [part for feature in run.features_of(args) if (part := feature.controller()) is not None]
+    models = experiences.Models(
+        actor=SimpleNamespace(async_run_method_batch=policy),
+        critic=None,
+        reward=None,
+        reference=SimpleNamespace(async_run_method_batch=reference) if args.algo.kl.init_coef else None,
+    )
+    with mock.patch.object(experiences, "ray", SimpleNamespace(get=lambda value: value)):
+        kl_control, tokenizer = SimpleNamespace(value=args.algo.kl.init_coef), SimpleNamespace(pad_token_id=0)
+        maker = experiences.ExperienceMaker(strategy, models, kl_control, tokenizer, features)
+        for experience in maker.make(rows):
             trained.append(experience)
     try:
-        status = _numbers(trained.fit(args.algo.kl.init_coef))
-        return status | maker.metrics, _state(backend, trained, critic=False), len(asked)
+        metrics = _numbers(trained.fit(args.algo.kl.init_coef)) | maker.metrics
+        for feature in features:
+            feature.on_step(1, metrics)
+        return metrics, _state(backend, trained, critic=False), len(asked)
     finally:
         if backend == "megatron":
             groups.destroy()

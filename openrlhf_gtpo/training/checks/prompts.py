@@ -172,6 +172,7 @@ def _rows(
     path, config = Path(folder), None
     splits: Mapping[str, Any]
     if path.suffix in TABLES and not path.is_dir():
+        path.stat()  # or it says that there is no such file
         kind, splits = TABLES[path.suffix], {"train": [str(path)]}
     elif (path / "state.json").exists() or (path / "dataset_dict.json").exists():  # written by save_to_disk
         kind, loaded = "", datasets.load_from_disk(folder)

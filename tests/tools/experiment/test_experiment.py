@@ -467,7 +467,7 @@ def test_what_is_evaluated_is_looked_at_before_the_first_run(
     limits = {"data.max_len": 64, "rollout.max_new_tokens": 8}
     methods = {"gtpo": {"algo.advantage.estimator": "gtpo"}}
     for changed, sentence in (
-        ({"eval.dataset": str(tmp_path / "none.jsonl")}, "Local file {tmp}/none.jsonl doesn't exist"),
+        ({"eval.dataset": str(tmp_path / "none.jsonl")}, "No such file or directory: '{tmp}/none.jsonl'"),
         ({}, "--eval.dataset {tmp}/rows.jsonl has no split 'test' (--eval.split); it has train."),
         ({"eval.slip": "train"}, "unknown flag eval.slip; did you mean eval.split?"),
         ({"learning_rate": 1}, "unknown flag learning_rate; cli.evaluate --help lists the known ones."),
