@@ -47,15 +47,14 @@ MAY_KNOW = {
     "tasks": {"platform"},
     "training": {"algorithms", "checkpoints", "lm_head", "megatron", "weight_sync", "platform", "report"},
     "scoring": {"training", "megatron", "platform"},
-    "benchmarks": {"training", "algorithms", "megatron", "lm_head", "weight_sync", "platform", "report"},
     "tools/view": {"algorithms", "report"},
     "tools/planner": {"lm_head", "megatron"},  # only their arithmetic, which does not import torch either
     "tools/launch": set(),
     "tools/experiment": {"platform", "report", "tools/launch"},
-    "cli": {"training", "scoring", "benchmarks", "platform", "report", "tasks", "algorithms", "lm_head", "megatron"}
-    | {"checkpoints", "tools/planner", "tools/launch", "tools/view", "tools/experiment"},
+    "cli": {"training", "scoring", "platform", "report", "tasks", "algorithms", "lm_head", "megatron"}
+    | {"checkpoints", "tools/planner", "tools/launch", "tools/view", "tools/experiment", "tools/doctor"},
 }
-MAY_NAME_OPENRLHF = {"training", "scoring", "benchmarks", "cli"}
+MAY_NAME_OPENRLHF = {"training", "scoring", "cli"}
 
 # Rooms within a room: each may import those before it.
 INNER = {
@@ -65,8 +64,8 @@ INNER = {
 # The files beside them that all of them may import, and which import none of them; the others import the rooms, and no
 # room may import those.
 BESIDE = {"megatron": set(), "training": {"rows", "feature", "host", "step"}}
-# vLLM is given one class for its workers, by name, with what a feature needs there.
-COMPOSES = {"training/rollout/worker_extension.py"}
+# What has something of every feature: vLLM is given one class for its workers, by name, and a command line all flags.
+COMPOSES = {"training/rollout/worker_extension.py", "training/settings/flags.py", "training/features/__init__.py"}
 
 
 def rooms() -> list[str]:
@@ -186,7 +185,7 @@ def test_a_file_that_all_inner_rooms_know_knows_none_of_them(room: str, file: st
 def test_features_know_no_other_but_supervision() -> None:
     """Each can be left out."""
     folder, wrong = PACKAGE / "training" / "features", []
-    for path in sorted(folder.rglob("*.py")):
+    for path in sorted(folder.glob("*/**/*.py")):
         own = path.relative_to(folder).parts[0]
         for name, line in imported(path):
             parts = name.split(".")
@@ -229,3 +228,35 @@ def test_what_trains_does_not_know_what_stands_beside_it(room: str) -> None:
     names = [(path, line, name) for path in sources for name, line in imported(path)]
     assert names
     assert not [found for found in names if f"{found[2]}.".startswith(("openrlhf_gtpo.tools.", "benchmarks."))]
+
+
+# A feature's flags, and the files of the core outside its folder that still name them: where its processes are placed,
+# and what runs without engines. A file may leave this list, and none should join it.
+FLAGS_OF_FEATURES = {
+    "guide": (
+        r"algo\.guide\b",
+        {
+            *("training/host.py", "training/controller/cluster_checks.py", "training/settings/run.py"),
+            *("training/credit/old_policy.py", "training/checks/data.py"),
+        },
+    ),
+    "dumps": (r"logger\.dump_\w+", {"training/checks/results.py"}),
+    "replay": (
+        r"train\.replay_rollouts",
+        {"training/run.py", "training/checks/settings.py", "training/controller/controller.py"},
+    ),
+    "sampler_entropy": (r"rollout\.entropy_audit\w*", set()),
+    "fp8_audit": (r"megatron\.fp8_audit\w*", set()),
+    "spikes": (r"train\.spike_zscore", set()),
+}
+
+
+@pytest.mark.parametrize("feature", FLAGS_OF_FEATURES)
+def test_a_feature_is_named_in_its_folder_alone(feature: str) -> None:
+    flag, known = FLAGS_OF_FEATURES[feature]
+    naming = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if re.search(flag, path.read_text()) and "features" not in path.parts and path.parent.name != "report"
+    }
+    assert naming - {"cli/report.py", "cli/view.py"} == known

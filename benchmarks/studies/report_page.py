@@ -8,6 +8,7 @@ percentiles of a hierarchical bootstrap, which draws seeds and, in each, questio
 
 import argparse
 import json
+import tarfile
 import tempfile
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ from openrlhf_gtpo.platform.results import write_results
 from tests.tools.experiment.simulated import EFFECT, SCENARIOS, coverage, draw
 
 ROOT = Path(__file__).resolve().parents[2]
-SAMPLE = ROOT / "docs" / "results" / "quickstart" / "gtpo-seed1.jsonl"
+RUNS = ROOT / "docs" / "results" / "quickstart" / "runs.tar.xz"
 
 
 def of_percentiles(scenario: str, seeds: int, questions: int, repetitions: int, resamples: int = 400) -> float:
@@ -35,7 +36,10 @@ def of_percentiles(scenario: str, seeds: int, questions: int, repetitions: int, 
 
 
 def seconds_of_page(runs: int, steps: int) -> float:
-    sample = [json.loads(line) for line in SAMPLE.read_text().splitlines()]
+    with tarfile.open(RUNS) as archive:
+        metrics = archive.extractfile("gtpo-seed1.jsonl")
+        assert metrics is not None
+        sample = [json.loads(line) for line in metrics]
     train = next(row for row in sample if row["kind"] == "train")
     random = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:

@@ -16,6 +16,7 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,8 @@ def dump_cost(name: str, train_rows: int, repeat: int, rows: int = 64, tokens: i
 
     from openrlhf_gtpo.token_values import TokenValues
     from openrlhf_gtpo.training.credit.rollout_batch import RolloutBatch
-    from openrlhf_gtpo.training.features.dumps.dumper import RolloutDumper
+    from openrlhf_gtpo.training.features.dumps import dumper as dumps
+    from openrlhf_gtpo.training.rows import Row
     from openrlhf_gtpo.training.run import parse
 
     tokenizer, model = AutoTokenizer.from_pretrained(name), AutoModelForCausalLM.from_pretrained(name).float()
@@ -92,7 +94,7 @@ def dump_cost(name: str, train_rows: int, repeat: int, rows: int = 64, tokens: i
         flags = ["--actor.model_name_or_path", name, "--vllm.num_engines", "1", "--reward.remote_url", "r.py"]
         flags += ["--rollout.n_samples_per_prompt", "8", "--algo.advantage.estimator", "gtpo"]
         args = parse([*flags, "--logger.dump_rollouts", "1", "--ckpt.path", folder])
-        dumper = RolloutDumper(args, tokenizer, None, max_steps=repeat)
+        dumper = dumps.RolloutDumper(args)
         write, cpu = dumper._write, [0.0]
 
         def timed(*what: Any) -> None:
@@ -102,19 +104,28 @@ def dump_cost(name: str, train_rows: int, repeat: int, rows: int = 64, tokens: i
 
         dumper._write = timed  # type: ignore
         measured: dict[str, list[float]] = {"call_s": [], "thread_cpu_s": [], "train_s": [], "train_cpu_s": []}
-        for dumper.step in range(1, repeat + 1):
+        mask = np.arange(tokens + 1) > 0
+        sampled = [Row("prompt", None, row // 8, ids[row].numpy(), mask, None, 1.0, None) for row in range(rows)]
+        ratios = {row: (values[row].numpy(), values[row].numpy() > 0.5) for row in range(rows)}
+        rank = SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda function: ratios))
+        dumps.ray = SimpleNamespace(get=lambda taken: taken)  # type: ignore[assignment]
+        group = SimpleNamespace(_actor_handlers=[rank])
+        run = SimpleNamespace(tokenizer=tokenizer, max_steps=repeat, step=0, models=SimpleNamespace(actor=group))
+        dumper.begin(run)
+        for step in range(1, repeat + 1):
             ones = torch.ones(rows)
             experience = Experience(
                 sequences=ids, attention_mask=torch.ones_like(ids), action_mask=torch.ones_like(values),
                 action_log_probs=-values, rollout_log_probs=-values, advantages=values, rewards=ones,
                 truncated=ones.bool(), index=list(range(rows)), kl=values, prompts=["prompt"] * rows,
             )  # fmt: skip
-            batch = RolloutBatch.gather([experience], [TokenValues(-values, values)], 8)
+            batch = RolloutBatch.gather([experience], [TokenValues(-values, values)], sampled, 8)
             began = time.perf_counter()
-            dumper(batch, [experience])
+            run.step = step - 1
+            dumper.on_batch(batch, [experience])
             measured["call_s"].append(time.perf_counter() - began)
-            dumper.trained(lambda: [{row: (values[row].numpy(), values[row].numpy() > 0.5) for row in range(rows)}])
-            dumper.close()
+            dumper.on_step(step, {})
+            dumper.end()
             measured["thread_cpu_s"].append(cpu[0])
             began, began_cpu = time.perf_counter(), time.process_time()
             for row in ids[:train_rows]:

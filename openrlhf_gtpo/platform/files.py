@@ -145,7 +145,7 @@ def check_output(flag: str, path: Path | None, *sources: Path) -> None:
         raise UsageError(f"{flag} {path} is the input, which would be lost; name another file.")
     # Not a file: a folder, or such as /dev/null, which a command may replace.
     if not os.access(there, os.W_OK) or not (there.is_file() if there == path else there.is_dir()):
-        raise UsageError(f"{flag} {path} cannot be written as a file, because of {there}; name another.")
+        raise UsageError(f"{flag} {path} cannot be written, because of {there}; name another.")
 
 
 def free_bytes(path: str | Path) -> int | None:

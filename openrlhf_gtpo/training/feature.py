@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from openrlhf_gtpo.training.settings.setting import Group
-
 if TYPE_CHECKING:  # the driver refuses a command line before anything heavy is imported
     from openrlhf.trainer.ppo_utils.experience import Experience
 
@@ -19,6 +17,7 @@ if TYPE_CHECKING:  # the driver refuses a command line before anything heavy is 
     from openrlhf_gtpo.training.credit.loss import LossFeature
     from openrlhf_gtpo.training.credit.rollout_batch import RolloutBatch
     from openrlhf_gtpo.training.rows import Request, Row
+    from openrlhf_gtpo.training.settings.setting import Group
 
 
 class Feature:
@@ -31,7 +30,7 @@ class Feature:
         settings: its flags, which every command line has. Their module imports nothing heavy.
     """
 
-    settings: ClassVar[Group]
+    settings: ClassVar["Group"]
 
     def __init__(self, args: SimpleNamespace) -> None:
         self.args = args

@@ -81,8 +81,8 @@ def test_a_rank_without_memory_ends_the_others(monkeypatch: pytest.MonkeyPatch) 
         ("--shape 4x4x9 --tensor-parallel 2", "--tensor-parallel 2 does not divide every vocabulary of --shape."),
         ("--repeat 0", "Expected --repeat >= 1, got 0."),
         ("--repeat 99999999999", "Expected --repeat <= 2147483647, got 99999999999."),
-        ("--output .", "--output . is a folder; name a file in it."),
-        ("--png .", "--png . is a folder; name a file in it."),
+        ("--output .", "--output . cannot be written, because of ."),
+        ("--png .", "--png . cannot be written, because of ."),
         ("--tensor-parallel 1 0", "Expected --tensor-parallel >= 1, got 0."),
     ],
 )

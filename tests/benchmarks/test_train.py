@@ -146,7 +146,10 @@ def test_one_configuration_needs_no_name(command: dict[str, Any], started: list[
             ["--compare", "a=", "--compare", "b=--train.seed one"],
             "configuration b: argument --train.seed: invalid int value: 'one'",
         ),
-        (["--compare", "a=", "--compare", "b=--actor.backen megatron --x 1"], "configuration b: unknown flag --x"),
+        (
+            ["--compare", "a=", "--compare", "b=--actor.backen megatron --x 1"],
+            "configuration b: unrecognized arguments: --x 1",
+        ),
         (
             ["--compare", "a=", "--compare", f"{MEGATRON} --megatron.tensor_model_parallel_size 5"],
             "configuration megatron: ",

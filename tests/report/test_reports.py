@@ -269,7 +269,7 @@ def test_a_folder_gets_its_curves(tmp_path, capsys):
             "--markdown are both {tmp}/x.png",
         ),
         (["run", "{tmp}/a.jsonl", "--png", "{tmp}/a.jsonl"], "--png {tmp}/a.jsonl is the input, which would be lost"),
-        (["run", "{tmp}/a.jsonl", "--png", "{tmp}"], "--png {tmp} cannot be written as a file"),
+        (["run", "{tmp}/a.jsonl", "--png", "{tmp}"], "--png {tmp} cannot be written"),
         (["compare", "gtpo={tmp}/a.jsonl", "--markdown", "{tmp}/a.jsonl"], "--markdown {tmp}/a.jsonl is the input"),
         (["watch", "{tmp}/a.jsonl", "--pid", "0", "--steps", "0"], "Expected --steps >= 1 and below 2^31, got 0."),
         (["watch", "{tmp}/a.jsonl", "--pid", "0", "--steps", "9" * 400], "Expected --steps >= 1 and below 2^31"),

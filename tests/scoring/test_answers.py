@@ -232,7 +232,7 @@ def test_success_is_decided_as_in_training(
 def test_an_output_that_is_a_file(place: Path, capsys: pytest.CaptureFixture) -> None:
     (place / "file").touch()
     assert evaluate.main(command(place, "file")) == 2
-    message = f"evaluate: --output {place}/file/scores.json cannot be written as a file, because of {place}/file"
+    message = f"evaluate: --output {place}/file/scores.json cannot be written, because of {place}/file"
     assert capsys.readouterr().err.startswith(message)
 
 

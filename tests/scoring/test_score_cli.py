@@ -106,9 +106,7 @@ def test_an_output_that_is_no_regular_file_is_not_replaced(
 ) -> None:
     """As root, a rename would replace a device such as /dev/null."""
     os.mkfifo(tmp_path / "pipe")
-    refuse(
-        flags | {"--output": tmp_path / "pipe"}, f"--output {tmp_path / 'pipe'} cannot be written as a file", capsys
-    )
+    refuse(flags | {"--output": tmp_path / "pipe"}, f"--output {tmp_path / 'pipe'} cannot be written", capsys)
     assert (tmp_path / "pipe").is_fifo()
 
 
@@ -156,7 +154,7 @@ def test_a_line_that_cannot_be_scored_is_named(
         ({"--input": "{tmp}"}, "--input {tmp} is not a file"),
         ({"--output": "{tmp}/absent/out"}, "No such file or directory: '{tmp}/absent'"),
         ({"--output": "{model}/config.json"}, "is the input, which would be lost"),
-        ({"--output": "{tmp}"}, "--output {tmp} cannot be written as a file"),
+        ({"--output": "{tmp}"}, "--output {tmp} cannot be written"),
         ({"--output": "{tmp}/./in.jsonl"}, "--output {tmp}/in.jsonl is the input, which would be lost"),
         ({"--max_tokens": 0}, "Expected --max-tokens >= 1, got 0."),
         ({"--temperature": 0}, "Expected a finite --temperature > 0, got 0."),

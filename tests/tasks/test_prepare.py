@@ -96,7 +96,7 @@ def test_an_output_below_a_file_is_refused_before_anything_is_read(tmp_path, cap
     (tmp_path / "file").touch()
     flags = {"task": ["--preset", "smoke"], "math": ["--source", "/nowhere.jsonl"]}.get(command, [])
     assert main([command, *flags, "--output", str(tmp_path / "file" / "out")]) == 2
-    said = f"--output {tmp_path}/file/out cannot be written, because of {tmp_path}/file; name another file.\n"
+    said = f"--output {tmp_path}/file/out cannot be written, because of {tmp_path}/file; name another.\n"
     assert capsys.readouterr().err == f"prepare {command}: {said}"
 
 

@@ -23,6 +23,7 @@ from openrlhf_gtpo.training import run
 from openrlhf_gtpo.training.actors import dispatch
 from openrlhf_gtpo.training.actors.dispatch import ActorGroup, open_store
 from openrlhf_gtpo.training.actors.strategy import Strategy
+from openrlhf_gtpo.training.features.sampler_entropy.engine import SamplerEntropyInEngine
 
 # Where Ray's PACK put 32 equal bundles on 4 nodes of 8 GPUs (ray 2.55.0): the node of each bundle.
 PACKED = "23333333" "32222222" "01111111" "10000000"
@@ -145,7 +146,8 @@ def test_engines_are_told_what_is_wanted_of_them(source: str, monkeypatch: pytes
     argv = [word for name, value in flags.items() for word in (f"--{name}", value)]
     start_nothing([*argv, "--algo.advantage.estimator", "gtpo"], monkeypatch)
     engine = vllm_engine.RolloutRayActor.__ray_metadata__.modified_class
-    assert (engine.with_entropy, engine.temperature, engine.patience) == (source == "sampler", 0.7, (3, 30.0))
+    features = [SamplerEntropyInEngine] if source == "sampler" else []
+    assert ([type(feature) for feature in engine.features], engine.patience) == (features, (3, 30.0))
     assert engine.engine_args == {"max_num_seqs": 7, "max_num_batched_tokens": None}
 
 

@@ -30,6 +30,7 @@ from openrlhf_gtpo.algorithms import (
     gtpo_advantages,
     success,
 )
+from openrlhf_gtpo.algorithms.config import Settings, setting
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.training.credit.experiences import ExperienceMaker
@@ -206,16 +207,11 @@ def assert_same_experience(found: Experience, wanted: Experience) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class OutcomeConfig:
-    """The settings of an estimator that nobody knows.
+class OutcomeConfig(Settings):
+    """The settings of an estimator that nobody knows."""
 
-    Fields:
-        scale: what a response's outcome is multiplied by.
-        success_threshold: as in :class:`GTPOConfig`.
-    """
-
-    scale: float = 1.0
-    success_threshold: float = 0.5
+    scale: float = setting(1.0, "what a response's outcome is multiplied by")
+    success_threshold: float = setting(0.5, "as in GTPO")
 
 
 def test_a_new_estimator_is_a_line_in_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:

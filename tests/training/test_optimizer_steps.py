@@ -569,7 +569,7 @@ def test_what_compares_the_policy_with_itself_is_of_its_own_rows(level: str, mon
     metrics = optimizer_steps.StepMetrics(arguments("--algo.advantage.is_correction_level", level))
     own = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [0.0, 0.0, 0.0]])  # by micro-batch and row
     for wholes in own:
-        rows = SimpleNamespace(action_mask=torch.ones(3, 4), info={names.GUIDE_ROWS: 1 - wholes})
+        rows = SimpleNamespace(action_mask=torch.ones(3, 4), info={names.OFF_POLICY_ROWS: 1 - wholes})
         means = wholes if level == "seq" else wholes.mean()
         metrics.add({"ppo_kl": wholes.mean(), "is_filter_ratio": means, "ppo_clip_ratio": wholes.mean()}, rows)
     found = metrics.averages(1, reports=True)

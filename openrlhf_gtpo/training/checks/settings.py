@@ -15,7 +15,7 @@ from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.training.checks.model import Model
 from openrlhf_gtpo.training.credit.entropy_credit import entropy_credit
 from openrlhf_gtpo.training.credit.old_policy import count_rows
-from openrlhf_gtpo.training.settings.flags import SETTINGS
+from openrlhf_gtpo.training.settings.flags import all_settings
 
 Rule = tuple[object, str]  # whether it is broken, and the sentence that says so
 
@@ -192,7 +192,7 @@ def _asynchronous(args: SimpleNamespace) -> Iterator[Rule]:
     """What only this package's controller does: asynchronous training keeps upstream's, which would leave it out."""
     loss_type, rows = args.actor.policy_loss_type, count_rows(args)
     by_outcome = loss_type in SURROGATES and "correct" in SURROGATES[loss_type].reads  # of the experience maker
-    given = [f"--{flag}" for flag, setting in SETTINGS.items() if setting.synchronous and attrgetter(flag)(args)]
+    given = [f"--{s.flag}" for s in all_settings() if s.synchronous and attrgetter(s.flag)(args)]
     for flag in [*given, *([f"--actor.policy_loss_type {loss_type}"] if by_outcome else [])]:
         yield (
             True,

@@ -172,6 +172,12 @@ class Controller:
         self.trackers.end()
 
     def _why_nothing_was_trained(self) -> str:
+        if not self.args.algo.dynamic_filtering_enable:
+            return (
+                "No step was trained, and no model is written: in --train.num_episodes "
+                f"{self.args.train.num_episodes} there were no --rollout.batch_size {self.args.rollout.batch_size} "
+                "prompts to train on."
+            )
         (low, high), credit = self.args.algo.dynamic_filtering_range, self.maker.credit
         differs = "rewards that differ"
         if credit is not None and credit.needs_both:

@@ -93,54 +93,59 @@ def _has_clip_range(values: Values) -> bool:
     return surrogate is None or hasattr(surrogate.config, "clip_low")
 
 
-ALGORITHMS = (
-    *(
-        Group(
-            name,
-            f"{estimator.summary}, with --algo.advantage.estimator {name}",
-            settings_of(estimator.config, f"algo.{name}."),
-            needs=(_is("algo.advantage.estimator", name, "the estimator is"),),
-            page="algorithms.md",
-        )
-        for name, estimator in ESTIMATORS.items()
-    ),
-    *(
-        Group(
-            name,
-            f"{surrogate.summary}, with --actor.policy_loss_type {name}",
-            settings_of(surrogate.config, f"actor.{name}.", without=_UPSTREAM_FLAGS),
-            needs=(_is("actor.policy_loss_type", name, "the loss is"),),
-            page="algorithms.md#baselines",
-        )
-        for name, surrogate in SURROGATES.items()
-    ),
-    Group(
-        "all of them",
-        f"{', '.join(ESTIMATORS)} clip with 0.2 and 0.28 unless told otherwise (another --actor.policy_loss_type has "
-        "its own range), need --rollout.n_samples_per_prompt of at least 2, and clip advantages with "
-        "--reward.clip_range only if it is given",
-        (),
-        ignored=(
-            Ignored(
-                ("algo.advantage.gamma", "algo.advantage.lambd", "algo.advantage.no_std_norm"),
-                Need(
-                    lambda values: values["algo.advantage.estimator"] not in ESTIMATORS,
-                    "not read by {0[algo.advantage.estimator]}",
-                ),
-            ),
-            Ignored(
-                ("actor.eps_clip", "actor.eps_clip_low_high"),
-                Need(_has_clip_range, "{0[actor.policy_loss_type]} has no clip range"),
-            ),
-            Ignored(
-                ("algo.*.ratio_mean",),
-                Need(
-                    lambda values: values["actor.policy_loss_type"] not in SURROGATES,
-                    "the loss is {0[actor.policy_loss_type]}",
-                ),
+_ALL_OF_THEM = Group(
+    "all of them",
+    f"{', '.join(ESTIMATORS)} clip with 0.2 and 0.28 unless told otherwise (another --actor.policy_loss_type has "
+    "its own range), need --rollout.n_samples_per_prompt of at least 2, and clip advantages with "
+    "--reward.clip_range only if it is given",
+    (),
+    ignored=(
+        Ignored(
+            ("algo.advantage.gamma", "algo.advantage.lambd", "algo.advantage.no_std_norm"),
+            Need(
+                lambda values: values["algo.advantage.estimator"] not in ESTIMATORS,
+                "not read by {0[algo.advantage.estimator]}",
             ),
         ),
-        imply=_imply,
-        page="openrlhf.md#what-works-with-gtpo-and-grpo_s",
+        Ignored(
+            ("actor.eps_clip", "actor.eps_clip_low_high"),
+            Need(_has_clip_range, "{0[actor.policy_loss_type]} has no clip range"),
+        ),
+        Ignored(
+            ("algo.*.ratio_mean",),
+            Need(
+                lambda values: values["actor.policy_loss_type"] not in SURROGATES,
+                "the loss is {0[actor.policy_loss_type]}",
+            ),
+        ),
     ),
+    imply=_imply,
+    page="openrlhf.md#what-works-with-gtpo-and-grpo_s",
 )
+
+
+def algorithm_groups() -> tuple[Group, ...]:
+    """One group for each estimator and surrogate of the registries, and one for what they have in common."""
+    return (
+        *(
+            Group(
+                name,
+                f"{estimator.summary}, with --algo.advantage.estimator {name}",
+                settings_of(estimator.config, f"algo.{name}."),
+                needs=(_is("algo.advantage.estimator", name, "the estimator is"),),
+                page="algorithms.md",
+            )
+            for name, estimator in ESTIMATORS.items()
+        ),
+        *(
+            Group(
+                name,
+                f"{surrogate.summary}, with --actor.policy_loss_type {name}",
+                settings_of(surrogate.config, f"actor.{name}.", without=_UPSTREAM_FLAGS),
+                needs=(_is("actor.policy_loss_type", name, "the loss is"),),
+                page="algorithms.md#baselines",
+            )
+            for name, surrogate in SURROGATES.items()
+        ),
+        _ALL_OF_THEM,
+    )

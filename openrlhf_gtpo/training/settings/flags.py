@@ -8,15 +8,22 @@ from typing import Any
 
 from openrlhf_gtpo.algorithms import ESTIMATORS, SURROGATES
 from openrlhf_gtpo.training.features import FEATURES
-from openrlhf_gtpo.training.settings.algorithms import ALGORITHMS
+from openrlhf_gtpo.training.settings.algorithms import algorithm_groups
 from openrlhf_gtpo.training.settings.megatron_flags import MEGATRON
 from openrlhf_gtpo.training.settings.presets import PRESET
 from openrlhf_gtpo.training.settings.run import RUN
-from openrlhf_gtpo.training.settings.setting import Need, Setting, Values
+from openrlhf_gtpo.training.settings.setting import Group, Need, Setting, Values
 
-# In the order of --help, and of what they imply: a preset chooses the estimator.
-GROUPS = (PRESET, RUN, *(feature.settings for feature in FEATURES), MEGATRON, *ALGORITHMS)
-SETTINGS: dict[str, Setting] = {setting.flag: setting for group in GROUPS for setting in group.settings}
+
+def setting_groups() -> tuple[Group, ...]:
+    """All settings, in the order of --help, and of what they imply: a preset chooses the estimator."""
+    return (PRESET, RUN, *(feature.settings for feature in FEATURES), MEGATRON, *algorithm_groups())
+
+
+def all_settings() -> Iterator[Setting]:
+    """The settings of all groups."""
+    for group in setting_groups():
+        yield from group.settings
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +42,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     loss_type.choices = [*loss_type.choices, *SURROGATES]
     surrogates = ", ".join(f"{name} ({kind.summary})" for name, kind in SURROGATES.items())
     loss_type.help = f"how a step is clipped: OpenRLHF's ppo and gspo; {surrogates}"
-    for group in GROUPS:
+    for group in setting_groups():
         if group.settings:
             group.add_to(parser)
 
@@ -49,16 +56,16 @@ def adjust(args: argparse.Namespace, given: frozenset[str]) -> None:
     values = vars(args)  # by flag
     # OpenRLHF takes the one value of eps_clip for both bounds.
     chosen = given | {"actor.eps_clip_low_high"} if "actor.eps_clip" in given else given
-    for group in GROUPS:
+    for group in setting_groups():
         group.imply(values, chosen)
     name_unread(values, given)
 
 
 def check_ranges(values: Values) -> None:
     """Raise UsageError for the first setting of this package that is out of range."""
-    for flag, setting in SETTINGS.items():
+    for setting in all_settings():
         if setting.bounds is not None:
-            setting.bounds.check(flag, values[flag])
+            setting.bounds.check(setting.flag, values[setting.flag])
 
 
 def name_unread(values: dict[str, Any], given: frozenset[str]) -> None:
@@ -75,9 +82,9 @@ def name_unread(values: dict[str, Any], given: frozenset[str]) -> None:
 
 def _needs(flag: str) -> Iterator[Need]:
     """What a run must have to read ``flag``, which may be OpenRLHF's."""
-    for group in GROUPS:
+    for group in setting_groups():
         yield from (rule.need for rule in group.ignored if any(fnmatchcase(flag, name) for name in rule.flags))
-    for group in GROUPS:
+    for group in setting_groups():
         for setting in group.settings:
             if setting.flag == flag:
                 yield from (*group.needs, *setting.needs)

@@ -4,7 +4,7 @@ import re
 import textwrap
 
 from openrlhf_gtpo.algorithms import SURROGATES
-from openrlhf_gtpo.training.settings.flags import GROUPS
+from openrlhf_gtpo.training.settings.flags import setting_groups
 from openrlhf_gtpo.training.settings.presets import PRESET, PRESETS
 from openrlhf_gtpo.training.settings.setting import Setting
 
@@ -21,7 +21,7 @@ reason.
 def flags_page() -> str:
     """The page, in Markdown."""
     parts = [_INTRODUCTION]
-    for group in GROUPS:
+    for group in setting_groups():
         about = group.about + (f" ({_link(group.page)})" if group.page else "")
         parts.append(f"## {group.title}\n\n{_wrap(_marked(about))}\n")
         if group.settings:

@@ -374,7 +374,7 @@ def test_models_that_were_evaluated_with_other_flags_are_refused(
 def test_a_combination_that_cannot_work_is_named_before_the_first_run(tmp_path: Path, capsys: Any) -> None:
     """Training's own checks name it."""
     flags = {"actor.model_name_or_path": "/no/model", "reward.remote_url": "/no/reward.py", "vllm.num_engines": 1}
-    flags["rollout.n_samples_per_prompt"] = 4
+    flags |= {"data.prompt_dataset": "/no/prompts", "rollout.n_samples_per_prompt": 4}
     methods = {"gtpo": {"algo.advantage.estimator": "gtpo"}, "grpo": {"algo.advantage.estimator": "grp"}}
     assert experiment.main([str(write(tmp_path, flags=flags, methods=methods, settings={})), "--dry-run"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]

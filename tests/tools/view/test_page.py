@@ -248,7 +248,7 @@ def test_an_output_that_cannot_be_written_is_said_before_any_work(
     dump = write(tmp_path)
     for output, sentence in (
         (dump, "is the input, which would be lost"),
-        (tmp_path, "cannot be written as a file"),
+        (tmp_path, "cannot be written"),
         (tmp_path / ("x" * 300), "File name too long"),
         (dump / "view.html", "cannot be written"),
     ):

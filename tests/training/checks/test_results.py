@@ -61,7 +61,7 @@ def test_a_file_of_another_kind_gets_no_metrics(refused: Callable[..., str], tmp
     message = refused({"--logger.metrics_path": reward})
     assert message.endswith("reward.py has no metrics: line 1 is not a metrics line; name a new file.")
     assert reward.read_text() == before
-    assert "cannot be written as a file" in refused({"--logger.metrics_path": tmp_path})
+    assert "cannot be written" in refused({"--logger.metrics_path": tmp_path})
     assert f"because of {reward}" in refused({"--logger.tensorboard_dir": reward})
 
 

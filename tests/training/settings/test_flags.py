@@ -442,7 +442,7 @@ def test_an_unknown_variant_lists_the_known_ones() -> None:
 def test_every_range_and_every_pattern_is_a_flags() -> None:
     known = parse().keys()
     assert {name for _, names in values._RANGES for name in names} <= known
-    patterns = {pattern for group in flags.GROUPS for rule in group.ignored for pattern in rule.flags}
+    patterns = {pattern for group in flags.setting_groups() for rule in group.ignored for pattern in rule.flags}
     assert [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in known)] == []
 
 
