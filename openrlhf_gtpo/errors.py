@@ -15,7 +15,7 @@ class UsageError(ValueError):
 
 class TrainingStopped(RuntimeError):
     """Training cannot go on: it must not learn from its data (a NaN, a failed reward; raised before weights change),
-    or a checkpoint cannot be written."""
+    there are none, a checkpoint cannot be written, or more engines were lost than the run allows."""
 
 
 class Restartable(TrainingStopped):

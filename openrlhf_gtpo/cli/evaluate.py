@@ -81,7 +81,7 @@ def _evaluate(args: argparse.Namespace) -> None:
             done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
             if done.returncode:
                 why = (done.stderr.strip().splitlines() or [""])[-1].removeprefix("convert megatron-to-hf: ")
-                raise UsageError(f"--model {args.model} is not a Hugging Face folder (no config.json), and {why}")
+                raise UsageError(f"--model {args.model} is not a Hugging Face folder (no config.json): {why}")
         with _ended_by_ctrl_c(Path(folder)):
             _answer_all(args, flags, model)
 

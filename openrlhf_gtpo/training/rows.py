@@ -50,6 +50,7 @@ class Row:
     logs: dict[str, Any] = field(default_factory=dict)  # the reward's extra_logs
     images: Any = None
     image_inputs: Any = None  # what upstream's image processor made of them
+    reward_dtype: torch.dtype | None = None  # in which success is decided; None: torch's for the number
     values: TokenValues | None = None  # (n,) each, from the policy's sampler; NaN where it has none
     off_policy: bool = False  # the row's ratio is to the engine's ``log_probs``, not to the old policy
     weight: float = 1.0  # of its advantages
@@ -115,7 +116,10 @@ class Row:
         """The row as upstream's batch of one; what upstream has no field for stays behind."""
         tokens, mask = torch.from_numpy(self.tokens), torch.from_numpy(self.mask[1:])
         info = {"response_clip_ratio": torch.tensor([len(tokens) >= max_len])}
-        for name, value in (("reward", self.reward), ("score", self.score), *self.logs.items(), *self.metrics.items()):
+        reward = None if self.reward is None else torch.tensor([self.reward], dtype=self.reward_dtype)
+        if reward is not None:
+            info["reward"] = reward
+        for name, value in (("score", self.score), *self.logs.items(), *self.metrics.items()):
             if value is not None:
                 info[name] = torch.tensor([value])
         return Experience(
@@ -127,7 +131,7 @@ class Row:
             labels=[None],  # rewards have read it, and a dump puts the row's number there
             images=[self.images],
             mm_train_inputs=[self.image_inputs],
-            rewards=None if self.reward is None else torch.tensor([self.reward]),
+            rewards=reward,
             scores=None if self.score is None else torch.tensor([self.score]),
             response_length=torch.tensor([self.span]),
             truncated=torch.tensor([self.truncated]),
@@ -140,8 +144,8 @@ def _number(name: str, value: Any) -> float | int | None:
     if value is None:
         return None
     number = value.item() if hasattr(value, "item") else value
-    if not np.isfinite(number):  # a filter would drop its group without a word
-        raise ValueError(f"its {name} is {number}, which is not finite")
+    if not torch.tensor(number, dtype=torch.float32).isfinite():  # a filter would drop its group without a word
+        raise ValueError(f"its {name} is {number}, which is not a finite float32")
     return number
 
 

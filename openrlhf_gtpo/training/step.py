@@ -46,14 +46,16 @@ def run_step(run: "Controller", sample: Callable[[], Rollout]) -> Rollout:
     with run.phase(names.BROADCAST, metrics):
         run.send_weights()
 
-    # Log, also a step that a feature then ends the run for.
+    # Log, also a step that a feature ends the run for.
     run.step = step
     metrics |= run.describe(rollout, own, metrics)
+    stays = False
     try:
         for feature in run.features:
             feature.on_step(run.step, metrics)
+        stays = True
     finally:
-        run.log(metrics)
+        run.log(metrics, stays)
     return rollout
 
 

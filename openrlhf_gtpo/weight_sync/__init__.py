@@ -1,4 +1,4 @@
-"""The weight transfer from a trainer to vLLM engines. Depends on torch, vllm and ray.
+"""The weight transfer from a trainer to vLLM engines. Depends on torch and vllm.
 
 The path of a weight: the backend cuts its model into buckets and fills them one after another with full tensors
 (``buckets.py``: ``TensorBuckets`` for DeepSpeed; ``megatron/model/weights.py``: ``FullWeights``). A sender calls the

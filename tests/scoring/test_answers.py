@@ -168,15 +168,15 @@ def command(place: Path, output: str, **changed: Any) -> list[str]:
         ({"data.input_template": "Q: {}"}, "With --data.apply_chat_template no --data.input_template is read; leave "),
         (
             {"model": "/nowhere"},
-            "--model /nowhere is not a Hugging Face folder (no config.json), and There is no checkpoint",
+            "--model /nowhere is not a Hugging Face folder (no config.json): There is no checkpoint",
         ),
         (
             {"model": __file__},
-            f"--model {__file__} is not a Hugging Face folder (no config.json), and There is no checkpoint",
+            f"--model {__file__} is not a Hugging Face folder (no config.json): There is no checkpoint",
         ),
         (
             {"model": "tests"},
-            "--model tests is not a Hugging Face folder (no config.json), and tests is not a checkpoint",
+            "--model tests is not a Hugging Face folder (no config.json): tests is not a checkpoint",
         ),
         ({"eval.dataset": "/nowhere.jsonl"}, "--eval.dataset /nowhere.jsonl cannot be read as json"),
         ({"data.label_key": "nothing"}, "has no column 'nothing'"),

@@ -64,6 +64,8 @@ def run_ratios(
     """The status of a round whose old log-probs are shifted away from the policy's by ``shift``, and what the loss saw
     in each row of this replica except every fourth, as a dump has it: (T,) ``ratio`` and ``clipped``, with ``shift``
     and ``advantages``."""
+    from openrlhf_gtpo.training.features.dumps.ratios import take_ratios
+
     args, strategy, trained = _trained(backend, model, [*argv, "--logger.dump_rollouts", "1"])
     rows = {}
     for row, batch, old in _own_rows(trained, strategy, lengths):
@@ -74,8 +76,8 @@ def run_ratios(
             rows[row] = {"shift": shift[0], "advantages": sample.advantages[0]}
         trained.append(sample)
     status = _numbers(trained.fit(0))
-    seen = trained.trainer.ratios.take()
-    assert set(seen) == set(rows) and trained.trainer.ratios.take() == {}
+    seen = take_ratios(trained)
+    assert set(seen) == set(rows) and take_ratios(trained) == {}
     for row, (ratio, clipped) in seen.items():
         width = len(rows[row]["shift"])
         rows[row] |= {"ratio": torch.tensor(ratio[:width]), "clipped": torch.tensor(clipped[:width])}

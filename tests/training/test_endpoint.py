@@ -176,7 +176,7 @@ def test_an_agent_may_ask_a_server(server: Server, tmp_path: Path) -> None:
     agent.write_text(AGENT)
     for row in answers(server.url, agent=agent):
         assert row.tokens.tolist() == [*b"6*7 = 42"] and (row.reward, row.score) == (1.0, 0.5)
-    agent.write_text(AGENT.replace('"42"', '"43"'))
+    agent.write_text(AGENT.replace('"42"', '"another"'))  # of another length, or its bytecode would do
     with pytest.raises(
         TrainingStopped, match=rf"Could not get a response from {agent}: ValueError: 42 \({agent}, line"
     ):

@@ -129,7 +129,8 @@ def test_equal_rewards_have_advantage_0(estimator: str, samples: int, monkeypatc
         if estimator in (*WITHIN_GROUPS, "forking_tokens"):
             assert not any(e.info["group_reward_std"].any() for e in experiences), reward
         for experience in experiences:
-            assert torch.equal(experience.rewards, torch.full_like(experience.rewards, reward)), "dumped as given"
+            given = torch.full_like(experience.rewards, reward)
+            assert torch.equal(experience.rewards, given) and torch.equal(experience.info["reward"], given)
 
 
 @pytest.mark.parametrize("estimator", WITHIN_GROUPS)

@@ -222,7 +222,7 @@ def test_rescued_rows_are_trained_on_with_the_steps_own() -> None:
         train=lambda step: {},
         send_weights=lambda: None,
         describe=describe,
-        log=lambda metrics: None,
+        log=lambda metrics, stays: None,
     )
     run_step(run, lambda: Rollout(["own"], 1, False, others=["rescued"]))
     run_step(run, lambda: Rollout(["own"], 1, False))

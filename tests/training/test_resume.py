@@ -172,7 +172,7 @@ def test_prompts_that_wait_for_the_guide_are_in_the_checkpoint(
     waiting = 0
     for tag, checkpoint in whole.saved.items():
         states = checkpoint["client_states"]
-        waiting += len(states["rescue"]["failures"]) > 2
+        waiting += len(states["rescue_rows"]["failures"]) > 2
         again = resumed(monkeypatch, tmp_path / tag, 40, *GUIDE, tag=tag, checkpoint=checkpoint)
         assert again.trained == whole.trained[states["global_step"] :]
         ends = [

@@ -177,8 +177,9 @@ def test_an_agent_may_return_numpys_and_torchs_numbers_and_leave_out_what_upstre
 @pytest.mark.parametrize(
     ("changed", "what"),
     [
-        ({"reward": float("nan")}, "its reward is nan, which is not finite"),
-        ({"scores": float("-inf")}, "its scores is -inf, which is not finite"),
+        ({"reward": float("nan")}, "its reward is nan, which is not a finite float32"),
+        ({"reward": 1e39}, "its reward is 1e\\+39, which is not a finite float32"),
+        ({"scores": float("-inf")}, "its scores is -inf, which is not a finite float32"),
         ({"rollout_log_probs": [-0.5]}, "it has 1 rollout_log_probs for 2 observation_tokens"),
         ({"reward": "good"}, ".*"),
         ({"extra_logs": {"a": "good"}}, ".*"),

@@ -238,7 +238,8 @@ class Controller:
         """Send the policy's weights to the engines, including those that were restarted.
 
         Raises:
-            TrainingStopped: an engine died during the transfer, or too many died before it.
+            TrainingStopped: more engines died than the run allows.
+            ray.exceptions.RayError: an engine died during the transfer.
         """
         if self.args.train.replay_rollouts:
             return
@@ -262,7 +263,7 @@ class Controller:
             self._begin_step()
 
     def describe(self, rollout: Rollout, own: Sequence[Experience], metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """What is logged of the step besides its phases' own metrics."""
+        """What is logged of the step besides its phases' own metrics; an adaptive KL coefficient follows its KL."""
         self.costs.trained()
         coefficient, args = self.kl_control.value, self.args
         if "kl" in metrics:
@@ -282,8 +283,12 @@ class Controller:
             more["dynamic_filtering_pass_rate"] = rollout.passed
         return more
 
-    def log(self, metrics: dict[str, Any]) -> None:
-        """Write the metrics of the step that was trained last to all trackers, with what leaves nothing to learn."""
+    def log(self, metrics: dict[str, Any], stays: bool) -> None:
+        """Write the metrics of the step that was trained last to the trackers, with what leaves nothing to learn.
+
+        Args:
+            stays: as for ``Trackers.train``.
+        """
         before = self.warnings
         self.warnings = step_warnings(metrics, self.maker.outcome, self.args, self.maker.credit)
         for name in self.warnings.keys() - before.keys():
@@ -300,9 +305,8 @@ class Controller:
         shown = {name: value for name, value in metrics.items() if name != "generated_samples"}
         print(f"Global step {self.step}: {shown}", flush=True)
         failures = self.saver.take_failures()
-        self.trackers.train(
-            self.step, metrics, self.warnings | ({names.WARNING_PREFIX + "checkpoint": failures} if failures else {})
-        )
+        notes = self.warnings | ({names.WARNING_PREFIX + "checkpoint": failures} if failures else {})
+        self.trackers.train(self.step, metrics, notes, stays)
 
     # Between steps.
 

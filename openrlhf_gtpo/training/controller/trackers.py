@@ -80,15 +80,19 @@ class Trackers:
         if self._writer:
             self._writer.phase(name)
 
-    def train(self, step: int, metrics: Mapping[str, Any], notes: Mapping[str, str]) -> None:
-        """A step's metrics, and notes by name; ``generated_samples`` is a text with its reward."""
+    def train(self, step: int, metrics: Mapping[str, Any], notes: Mapping[str, str], stays: bool = True) -> None:
+        """A step's metrics, and notes by name; ``generated_samples`` is a text with its reward.
+
+        Args:
+            stays: False for a step that the run ends for and makes again, which W&B would take only once.
+        """
         if self._writer:
             numbers = {name: value for name, value in metrics.items() if is_number(value)}
             sample = dict(zip((names.SAMPLE, names.SAMPLE_REWARD), metrics.get("generated_samples", ())))
             if sample:
                 sample[names.SAMPLE] = sample[names.SAMPLE][-_SAMPLE_LENGTH:]
             self._writer.write(names.KIND_TRAIN, step, {**numbers, **sample, **notes})
-        if step % self._args.logger.logging_steps == 0:
+        if stays and step % self._args.logger.logging_steps == 0:
             for logger in self._loggers:
                 logger.log_train(step, dict(metrics))
 

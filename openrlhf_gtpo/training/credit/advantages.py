@@ -25,7 +25,7 @@ def shape(
     args: SimpleNamespace,
     kl_coefficient: float,
 ) -> None:
-    """Give ``experiences``, the micro-batches of ``batch``, the advantages of ``credit``."""
+    """Give ``experiences``, the micro-batches of ``batch``, the advantages of ``credit``, and what is logged."""
     assert batch.values is not None, "the policy returned no entropies"
     penalty = _length_penalty(batch, experiences, args)
     advantages = credit.advantages(batch.values.entropy, batch.mask, batch.outcome, batch.group_ids, penalty)
@@ -58,10 +58,11 @@ def of_upstream(upstream: RemoteExperienceMaker, batch: RolloutBatch, experience
 
     Upstream rounds the mean of equal float32 rewards, and divides what is left by a std of the same size (openrlhf
     0.11.2, trainer/ppo_utils/experience_maker.py, compute_advantages_and_returns: eight rewards of 0.2 get -10, after
-    its clip). Rewards that are equal within their group, which only differences from the group matter to, are
-    therefore 0 while advantages are made from them; other groups keep upstream's numbers.
+    its clip). Estimators that compare rewards within a group therefore see 0 in place of rewards that are equal
+    there; other groups keep upstream's numbers.
     """
-    args = upstream.strategy.args
+    strategy = upstream.strategy
+    args = strategy.args
     for experience in experiences:
         experience.rewards = experience.rewards.to(torch.promote_types(experience.rewards.dtype, torch.float32))
     apply_length_penalties(experiences, args)
@@ -76,9 +77,10 @@ def of_upstream(upstream: RemoteExperienceMaker, batch: RolloutBatch, experience
     try:
         upstream.compute_advantages_and_returns(experiences)
     finally:
-        upstream.strategy = SimpleNamespace(args=args)
+        upstream.strategy = strategy
     for experience, reward in zip(experiences, rewards, strict=True):
         experience.rewards = reward
+        experience.info["reward"] = reward.clone()  # upstream has logged what it saw
     if args.algo.advantage.estimator in _COMPARE_WITHIN_BATCH:  # less the batch's mean, equal ones are equal still
         tokens = torch.cat([e.advantages[e.action_mask.bool()] for e in experiences])
         if (tokens == tokens[:1]).all():

@@ -146,12 +146,18 @@ class ExperienceMaker:
             without_mask = {name: columns[name] for name in ("sequences", "attention_mask")}
             padded = {"pad_sequence": [True] * len(batches)}
             rewards = self._send(models.reward, args.train.colocate_all, **without_mask, **padded)
-        if models.critic is not None:
+
+        def ask_critic() -> None:
+            nonlocal critic
+            if models.critic is None or critic is not None:
+                return
             if args.train.colocate_critic_reward and rewards is not None:
                 ray.get(rewards)
                 ray.get(models.reward.async_run_method(method_name="empty_cache"))
-            shared = args.train.colocate_all or args.train.colocate_critic_reward
-            critic = self._send(models.critic, shared, **columns)
+            critic = self._send(models.critic, args.train.colocate_all or args.train.colocate_critic_reward, **columns)
+
+        if args.train.colocate_all or not args.train.colocate_critic_reward:
+            ask_critic()  # otherwise it waits for the reward model, and the policy works meanwhile
         shared = args.train.colocate_all or args.train.colocate_actor_ref
         if models.reference is not None:
             reference = self._send(models.reference, shared, **with_images)
@@ -162,7 +168,9 @@ class ExperienceMaker:
             given = with_images
             if some is not batches:
                 given = {name: [getattr(batch, name) for batch in some] for name in columns}
-            results = self._results(self._send(models.actor, shared, **given))
+            refs = self._send(models.actor, shared, **given)
+            ask_critic()
+            results = self._results(refs)
             if some is batches:
                 own_values[:] = results
             return results
@@ -177,6 +185,7 @@ class ExperienceMaker:
             log_probs = [value.log_probs for value in own_values or values]
         else:
             values = log_probs = ask_actors(batches)
+        ask_critic()
 
         nothing = [None] * len(batches)
         base = nothing if reference is None else self._results(reference)

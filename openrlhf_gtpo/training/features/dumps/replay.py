@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.report import names
@@ -93,6 +94,7 @@ def read_rows(dump: RolloutDump, args: SimpleNamespace) -> list[Row]:
             log_probs=values("rollout_log_probs") if "rollout_log_probs" in tables else None,
             reward=outcome,
             score=None,
+            reward_dtype=getattr(torch, dump.settings["outcome_dtype"]),
             truncated=bool(dump.columns["truncated"][number]),
         )
         if dump.columns["guided"] is not None:

@@ -21,7 +21,7 @@ from openrlhf_gtpo.training.rollout.rewards import Patience
 from openrlhf_gtpo.training.rollout.rollout_actor import MAX_CALLS, StrictRolloutActor
 from openrlhf_gtpo.training.rows import Row
 
-_RESCUE = "rescue"  # in a checkpoint
+_RESCUE = "rescue_rows"  # in a checkpoint; "rescue" is an earlier version's, of responses
 
 
 class GuideInController(ControllerFeature):
@@ -70,6 +70,10 @@ class GuideInController(ControllerFeature):
     def restore(self, state: Mapping[str, Any], step: int) -> None:
         if self.guide is not None and self._sampler is not None:
             self.guide.step = step
+            if "rescue" in state:
+                print(
+                    "Warning: the checkpoint's queue of rescues is an earlier version's and is not read.", flush=True
+                )
             if _RESCUE in state:
                 self._sampler.queue.restore(state[_RESCUE])
 

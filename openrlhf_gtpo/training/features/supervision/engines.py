@@ -122,6 +122,8 @@ class Engines:
         ranks = policy._actor_handlers
         ray.get([rank.__ray_call__.remote(lambda actor: actor.trainer.rejoin_engines()) for rank in ranks])
         self.serving[:] = self._all
+        for engine in lost:  # noted of one that was counted as lost meanwhile
+            self._killed.pop(self._all.index(engine), None)
         numbers = ", ".join(str(self._all.index(engine)) for engine in lost)
         print(f"vLLM engines {numbers} are back, after {time.monotonic() - began:.0f} s of waiting.", flush=True)
 
