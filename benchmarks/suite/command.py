@@ -182,7 +182,7 @@ def build_parser() -> argparse.ArgumentParser:
         "ratios are to the first (default: one configuration)"
     )
     flag("--compare", action="append", default=[], metavar='NAME="FLAGS"', help=configuration)
-    side = "side of the product that MFU is relative to (default: 8192; without CUDA 2048)"
+    side = "side of the product that MFU is relative to (default: 8192; without CUDA 512)"
     flag("--matrix", metavar="N", help=side, **count)
     flag("--png", help="plot the phases and the ratios", **path)
     runs = "new folder for logs and metrics that every node of a cluster sees (default: runs/benchmark_train-TIME)"
