@@ -6,13 +6,17 @@ finds a difference within the gate.
 
 import dataclasses
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from openrlhf_gtpo.token_values import TokenValues
-from openrlhf_gtpo.training.credit.entropy_credit import EntropyCredit
+from openrlhf_gtpo.training.credit.entropy_credit import EntropyCredit, entropy_credit
 from openrlhf_gtpo.training.credit.rollout_batch import RolloutBatch
+from openrlhf_gtpo.training.feature import ControllerFeature
+
+_AUDIT = "audit"  # in a checkpoint
 
 
 class Source(NamedTuple):
@@ -76,3 +80,27 @@ class Audit:
 
     def restore(self, state: Any) -> None:
         self.batches, self.closed = state
+
+
+class AuditedFeature(ControllerFeature):
+    """A feature in the controller that brings a rougher source of values, and audits it.
+
+    Args:
+        source, every, gate: as for :class:`Audit`; without entropy credit there is nothing to audit.
+    """
+
+    def __init__(self, args: SimpleNamespace, source: Source, every: int, gate: float | None) -> None:
+        super().__init__(args)
+        self.credit = entropy_credit(args)
+        self.audit = Audit(source, 0 if self.credit is None else every, gate)
+        self._exact: list[TokenValues] | None = None  # of the micro-batches of a batch that is audited
+        self._metrics: dict[str, float] = {}
+
+    def on_step(self, step: int, metrics: dict[str, Any]) -> None:
+        metrics |= self._metrics
+
+    def state(self) -> dict[str, Any]:
+        return {_AUDIT: self.audit.state()}
+
+    def restore(self, state: Mapping[str, Any], step: int) -> None:
+        self.audit.restore(state.get(_AUDIT, (0, False)))

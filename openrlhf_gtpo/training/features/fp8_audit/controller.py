@@ -5,7 +5,7 @@ their own: training is in FP8 too, and a ratio of its log-probs to BF16's would 
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +15,8 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf_gtpo.algorithms import ErrorBudget
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.token_values import TokenValues
-from openrlhf_gtpo.training.credit.audit import Audit, Source
-from openrlhf_gtpo.training.credit.entropy_credit import entropy_credit
+from openrlhf_gtpo.training.credit.audit import AuditedFeature, Source
 from openrlhf_gtpo.training.credit.rollout_batch import RolloutBatch
-from openrlhf_gtpo.training.feature import ControllerFeature
 from openrlhf_gtpo.training.rows import Row
 
 _SOURCE = Source(
@@ -30,20 +28,14 @@ _SOURCE = Source(
     {field.name: names.FP8_PREFIX + field.name for field in dataclasses.fields(ErrorBudget)},
     names.FP8_IN_USE,
 )
-_AUDIT = "audit"  # in a checkpoint
 
 
-class FP8AuditInController(ControllerFeature):
+class FP8AuditInController(AuditedFeature):
     """Audits FP8's entropies, and replaces them while the gate is closed."""
 
     def __init__(self, args: SimpleNamespace) -> None:
-        super().__init__(args)
-        self.credit = entropy_credit(args)
-        every = 0 if self.credit is None else args.megatron.fp8_audit_steps
-        self.audit = Audit(_SOURCE, every, args.megatron.fp8_audit_gate)
+        super().__init__(args, _SOURCE, args.megatron.fp8_audit_steps, args.megatron.fp8_audit_gate)
         self._actors: Any = None
-        self._exact: list[TokenValues] | None = None  # of a batch that is audited
-        self._metrics: dict[str, float] = {}
 
     def begin(self, run: Any) -> None:
         self._actors = run.models.actor
@@ -78,15 +70,6 @@ class FP8AuditInController(ControllerFeature):
         self._metrics = self.audit.compare(batch, exact, batch.mask, self.credit)
         if self.audit.closed:
             batch.values = _in_use(batch.values, exact)
-
-    def on_step(self, step: int, metrics: dict[str, Any]) -> None:
-        metrics |= self._metrics
-
-    def state(self) -> dict[str, Any]:
-        return {_AUDIT: self.audit.state()}
-
-    def restore(self, state: Mapping[str, Any], step: int) -> None:
-        self.audit.restore(state.get(_AUDIT, (0, False)))
 
 
 def _in_use(values: TokenValues, exact: TokenValues) -> TokenValues:

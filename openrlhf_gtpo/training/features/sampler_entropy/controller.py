@@ -5,9 +5,8 @@ The audit's gate is on entropies, not on advantages: an engine that missed an up
 whatever weight the credit gives them, even if no sign changes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
@@ -15,11 +14,9 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.token_values import TokenValues
-from openrlhf_gtpo.training.credit.audit import Audit, Source
-from openrlhf_gtpo.training.credit.entropy_credit import entropy_credit
+from openrlhf_gtpo.training.credit.audit import AuditedFeature, Source
 from openrlhf_gtpo.training.credit.old_policy import always_forwards
 from openrlhf_gtpo.training.credit.rollout_batch import RolloutBatch
-from openrlhf_gtpo.training.feature import ControllerFeature
 from openrlhf_gtpo.training.rows import Row
 
 _SOURCE = Source(
@@ -31,20 +28,14 @@ _SOURCE = Source(
     names.SAMPLER_AUDIT,
     names.SAMPLER_IN_USE,
 )
-_AUDIT = "audit"  # in a checkpoint
 _MAY_MISS = 0.01  # fraction of a rollout's action tokens
 
 
-class SamplerEntropyInController(ControllerFeature):
+class SamplerEntropyInController(AuditedFeature):
     """The old policy's values are the sampler's."""
 
     def __init__(self, args: SimpleNamespace) -> None:
-        super().__init__(args)
-        self.credit = entropy_credit(args)
-        every = 0 if self.credit is None else args.rollout.entropy_audit_steps
-        self.audit = Audit(_SOURCE, every, args.rollout.entropy_audit_gate)
-        self._exact: list[TokenValues] | None = None  # the actors' values of a batch that is audited
-        self._metrics: dict[str, float] = {}
+        super().__init__(args, _SOURCE, args.rollout.entropy_audit_steps, args.rollout.entropy_audit_gate)
 
     def policy_values(
         self,
@@ -79,15 +70,6 @@ class SamplerEntropyInController(ControllerFeature):
         self._metrics |= self.audit.compare(batch, exact, mask, self.credit)
         if self.audit.closed:
             batch.values = exact
-
-    def on_step(self, step: int, metrics: dict[str, Any]) -> None:
-        metrics |= self._metrics
-
-    def state(self) -> dict[str, Any]:
-        return {_AUDIT: self.audit.state()}
-
-    def restore(self, state: Mapping[str, Any], step: int) -> None:
-        self.audit.restore(state.get(_AUDIT, (0, False)))
 
 
 def _values(batches: Sequence[Experience], rows: Sequence[Row]) -> list[TokenValues]:
