@@ -21,9 +21,7 @@ class Request(NamedTuple):
     number: int  # of the prompt, in the order in which prompts are drawn
     samples: int  # responses
     first: int = 0  # the place of the first of them in the prompt's group
-    seed: tuple[int, ...] | None = (
-        None  # from which each response's seed is made; None: the engine's generator samples
-    )
+    seed: tuple[int, ...] | None = None  # a response's seed is made of it; None: the engine's generator samples
     is_trained: bool = True  # whether the policy learns from the responses, as it does not in an evaluation
     engine: Any = None  # which is asked; None: the policy's engine that has least to do
 

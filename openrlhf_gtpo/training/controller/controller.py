@@ -297,9 +297,8 @@ class Controller:
         metrics |= self.costs.end() | self.maker.seconds
         for phase in names.PHASES:
             if metrics.get(names.timing(phase)):
-                sampled = phase == names.GENERATION and metrics.get(
-                    names.TOKENS_SAMPLED
-                )  # also those of dropped groups
+                # The engines' are all that were sampled, those of dropped groups too.
+                sampled = phase == names.GENERATION and metrics.get(names.TOKENS_SAMPLED)
                 tokens = sampled or self.costs.response_tokens
                 metrics[names.tokens_per_second(phase)] = tokens / metrics[names.timing(phase)]
         shown = {name: value for name, value in metrics.items() if name != "generated_samples"}

@@ -11,9 +11,8 @@ from openrlhf_gtpo.errors import Restartable
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.training.feature import ControllerFeature
 
-_OF_OWN_ROWS = (
-    "ppo_kl",
-)  # the only one watched in a step that others' rows have joined, which are far from the policy
+# The only one watched in a step that others' rows have joined, which are far from the policy.
+_OF_OWN_ROWS = ("ppo_kl",)
 _WATCHED = ("policy_loss", "kl", "ppo_kl", "actor_grad_norm")
 _WINDOW, _ENOUGH = 50, 20  # steps to look back at, and steps needed before one is judged
 _RECENT = "recent_metrics"  # in a checkpoint
