@@ -146,8 +146,11 @@ def transformer_engine(args: argparse.Namespace) -> Line:
 
 def openrlhf(args: argparse.Namespace) -> Line:
     """Check that the installed OpenRLHF is the version that this package extends."""
+    version = _version_of("openrlhf")
+    if version is None:
+        return wrong(f"not installed for {sys.executable}: see requirements/README.md.")
     check_openrlhf()
-    return ok(metadata.version("openrlhf"))
+    return ok(version)
 
 
 def packages(args: argparse.Namespace) -> Line:

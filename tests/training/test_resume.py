@@ -3,6 +3,7 @@ test_optimizer_steps.py and tests/megatron; tests/e2e/test_stop.py kills whole r
 """
 
 import errno
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -276,14 +277,20 @@ def test_tensorboard_has_each_step_once(tmp_path: Path) -> None:
         found = EventAccumulator(str(tmp_path / "run")).Reload()
         return [(event.step, event.value) for event in found.Scalars("train/x")]
 
+    def next_second() -> None:
+        """TensorBoard reads files in the order of their names: the second, then a number that is no run's first."""
+        time.sleep(1 - time.time() % 1)
+
     killed = FlushedTensorboard(args)
     for step in (1, 2, 3):
         killed.log_train(step, {"x": 1.0})
     assert read() == [(1, 1.0), (2, 1.0), (3, 1.0)]
+    next_second()
     resumed = FlushedTensorboard(args)
     resumed.go_on(2)
     resumed.log_train(3, {"x": 2.0})
     assert read() == [(1, 1.0), (2, 1.0), (3, 2.0)]
+    next_second()
     anew = FlushedTensorboard(args)
     anew.go_on(0)
     anew.log_train(1, {"x": 3.0})

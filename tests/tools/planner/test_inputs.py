@@ -162,7 +162,7 @@ def test_a_script_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureF
     for emit, problem in (
         (tmp_path, f"cannot be written, because of {tmp_path}; name another."),
         (inside, f"cannot be written, because of {tmp_path / 'file'}; name another."),
-        (tmp_path / "file", "exists and is not a script that this command wrote; name another."),
+        (tmp_path / "file", "exists and is not a script that this command wrote; name another file."),
     ):
         assert plan.main(["--model", "7b", "--gpus", "8", "--emit", str(emit)]) == 2
         assert capsys.readouterr() == ("", f"plan: --emit {emit} {problem}\n")
