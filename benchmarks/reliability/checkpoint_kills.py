@@ -9,7 +9,6 @@ folder, with --ckpt.max_num 2, so rotation and what earlier kills left behind ar
 cache: it stands for a dead process, not for a power cut.
 """
 
-import argparse
 import os
 import random
 import shutil
@@ -41,6 +40,7 @@ from families import make_checkpoint  # noqa: E402
 
 from openrlhf_gtpo.checkpoints.files import check_file  # noqa: E402
 from openrlhf_gtpo.checkpoints.folder import newest_whole, read_manifest  # noqa: E402
+from openrlhf_gtpo.cli import Parser  # noqa: E402
 from openrlhf_gtpo.megatron.checkpoint.checkpoints import Checkpoints  # noqa: E402
 from openrlhf_gtpo.megatron.parallel import groups  # noqa: E402
 from openrlhf_gtpo.megatron.parallel.layout import Layout  # noqa: E402
@@ -54,7 +54,7 @@ Say = Callable[[int], None]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--kills", type=int, default=10, help="of each kind")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no kill of a kind after so many")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
@@ -70,8 +70,7 @@ def main() -> None:
             found[kind] = kill_repeatedly(KINDS[kind], source, folder, args.kills, args.seconds, args.seed)
             print(kind, found[kind], flush=True)
             shutil.rmtree(folder)
-    if args.output:
-        write_results(args.output, args, {"kinds": found})
+    write_results(args.output, args, {"kinds": found})
     if any(counts["lost"] or counts["damaged"] or counts["not_loaded"] for counts in found.values()):
         sys.exit("A checkpoint was lost.")
 

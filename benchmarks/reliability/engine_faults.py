@@ -37,6 +37,7 @@ from benchmarks.reliability.tiny_runs import (
     start,
     until,
 )
+from openrlhf_gtpo.cli import Parser
 from openrlhf_gtpo.errors import STOPPED_STATUS
 from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.report import names
@@ -68,7 +69,7 @@ def reward_func(queries, prompts, labels):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--faults", type=int, default=20, help="of engines; rewards fail beside them")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no fault after so many")
     parser.add_argument("--seed", type=int, default=1)

@@ -8,7 +8,6 @@ last restart has made a step. The run restarts by itself, and must end with stat
 its processes left. A start takes half a minute on two idle cores.
 """
 
-import argparse
 import random
 import re
 import signal
@@ -31,6 +30,7 @@ from benchmarks.reliability.tiny_runs import (
     start,
     until,
 )
+from openrlhf_gtpo.cli import Parser
 from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.tasks import reasoning_gym_reward
@@ -51,7 +51,7 @@ FAULTS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
     parser.add_argument("--seed", type=int, default=1, help="of order and instants")

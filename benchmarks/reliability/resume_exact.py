@@ -9,7 +9,6 @@ checkpoint, an adaptive KL coefficient, a filter, two optimizer steps a rollout 
 moving average of the weights, on Megatron asynchronous saves. A run of the tiny model takes a minute on two cores.
 """
 
-import argparse
 import json
 import random
 import sys
@@ -24,6 +23,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from benchmarks.reliability.tiny_runs import inputs, rows, start
+from openrlhf_gtpo.cli import Parser
 from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import read_runs
@@ -52,7 +52,7 @@ def reward_func(queries, prompts, labels):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--output", required=True, type=Path)
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
     parser.add_argument("--steps", type=int, default=4, help="about half of a run's, N of 2N")

@@ -30,6 +30,7 @@ import xxhash  # noqa: E402
 
 from benchmarks.suite.harness import measure, ratios, spread  # noqa: E402
 from benchmarks.suite.train_step import Step  # noqa: E402
+from openrlhf_gtpo.cli import Parser  # noqa: E402
 from openrlhf_gtpo.megatron.checkpoint.checkpoints import Checkpoints  # noqa: E402
 from openrlhf_gtpo.megatron.model.policy import ModelOptions  # noqa: E402
 from openrlhf_gtpo.megatron.model.random_model import random_model  # noqa: E402
@@ -56,7 +57,7 @@ _SHAPE = {  # of SmolLM2-135M, which the quickstart trains
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--layers", type=int, default=30, help="with fewer, bytes and arithmetic shrink alike")
     parser.add_argument("--repeat", type=int, default=5, help="turns of each comparison")
     parser.add_argument("--seconds", type=float, default=60.0, help="of supervision")
@@ -65,8 +66,7 @@ def main() -> None:
     found = {"supervision": of_supervision(args.seconds), **run_processes(of_checkpoints, 1, args)}
     for what, numbers in found.items():
         print(what, numbers, flush=True)
-    if args.output:
-        write_results(args.output, args, found)
+    write_results(args.output, args, found)
 
 
 def of_checkpoints(args: argparse.Namespace) -> dict[str, Any]:

@@ -6,7 +6,6 @@ them, from one forward over the whole response, from decoding token by token, an
 DUMP is that of a step sampled by MODEL's weights with --rollout.entropy sampler, such as a run's first one.
 """
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from benchmarks.suite.harness import print_table
+from openrlhf_gtpo.cli import Parser
 from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.report.rollouts import read_dump
 
@@ -28,7 +28,7 @@ PAIRS = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("dump", type=Path)
     parser.add_argument("--model", required=True)
     parser.add_argument("--output", required=True, type=Path)

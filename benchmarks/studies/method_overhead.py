@@ -9,7 +9,6 @@ seconds and in processor seconds of the two processes, which other work on the m
 
 # ruff: noqa: E402
 
-import argparse
 import os
 import time
 from functools import partial
@@ -31,6 +30,7 @@ from benchmarks.suite.actor import Policy, rollout, trainer_argv
 from benchmarks.suite.harness import Side, measure, median_and_range, print_table, ratios
 from benchmarks.suite.synthetic import even_lengths
 from openrlhf_gtpo.algorithms import ESTIMATORS, SURROGATES
+from openrlhf_gtpo.cli import Parser
 from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.training import patch
 from openrlhf_gtpo.training import run as trainer
@@ -88,7 +88,7 @@ class Method(Policy):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--output", required=True, type=Path)
     parser.add_argument("--prompts", type=int, default=4)

@@ -4,7 +4,6 @@ tests/tools/planner/test_training_memory.py, rank by rank.
     python3 -m benchmarks.studies.planner_memory --output benchmarks/results/planner_memory.json   two minutes, no GPU
 """
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,12 @@ sys.path[:0] = [str(_TESTS / "megatron"), str(_TESTS / "tools" / "planner")]  # 
 from rank_pool import RankPool  # noqa: E402
 from test_training_memory import SEEN, UNSEEN, measured_and_planned  # noqa: E402
 
+from openrlhf_gtpo.cli import Parser  # noqa: E402
 from openrlhf_gtpo.platform.results import write_results  # noqa: E402
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write every rank's bytes to this JSON file")
     args = parser.parse_args()
     layouts: dict[str, list[dict[str, Any]]] = {}

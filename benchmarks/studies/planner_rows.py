@@ -7,7 +7,6 @@ The second reads what ``cli.benchmark train-step --output`` wrote on one GPU, an
 planner's. Needs neither a GPU nor a network.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -18,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.suite.synthetic import precisions
+from openrlhf_gtpo.cli import Parser, exit_status
 from openrlhf_gtpo.megatron.fp8.options import RECIPES, Fp8Options
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.model_shape import ModelShape
@@ -175,7 +175,7 @@ def kind_of(devices: Sequence[str]) -> str | None:
     return max((kind for kind in GPUS if shared[kind][0]), key=lambda kind: sum(shared[kind]), default=None)
 
 
-def _of_file(path: Path) -> Iterator[Row]:
+def _rows_of(path: Path) -> Iterator[Row]:
     try:
         yield from against_measured(json.loads(path.read_text()))
     except KeyError as error:
@@ -183,20 +183,19 @@ def _of_file(path: Path) -> Iterator[Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--measured", nargs="+", type=Path, metavar="FILE", help="results of benchmark train-step")
     args = parser.parse_args(argv)
-    try:
-        found = list(rows()) if args.measured is None else [row for path in args.measured for row in _of_file(path)]
-    except (ValueError, OSError) as error:
-        print(f"planner_rows: {error}", file=sys.stderr)
-        return 2
+    return exit_status("planner_rows", lambda: _print_table(args.measured), ValueError, OSError)
+
+
+def _print_table(files: Sequence[Path] | None) -> None:
+    compared = list(rows()) if files is None else [row for path in files for row in _rows_of(path)]
     print(f"{'':66}{'unit':>13}{'measured':>11}{'planned':>10}{'':>8}  used for")
-    for row in found:
+    for row in compared:
         digits = 1 if row.published >= 10 else 2
         numbers = f"{row.published:11.{digits}f}{row.planned:10.{digits}f}{row.error:+8.0%}"
         print(f"{row.name:66}{row.unit:>13}{numbers}  {row.fixes}")
-    return 0
 
 
 if __name__ == "__main__":

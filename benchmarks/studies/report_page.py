@@ -6,7 +6,6 @@ The runs are copies of a quickstart's, with its metrics at every step. Beside th
 percentiles of a hierarchical bootstrap, which draws seeds and, in each, questions.
 """
 
-import argparse
 import json
 import tarfile
 import tempfile
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from openrlhf_gtpo.cli import Parser
 from openrlhf_gtpo.cli.report import main as report
 from openrlhf_gtpo.platform.results import write_results
 from tests.tools.experiment.simulated import EFFECT, SCENARIOS, coverage, draw
@@ -67,7 +67,7 @@ def seconds_of_page(runs: int, steps: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--repetitions", type=int, default=10_000, help="draws of each case")
     parser.add_argument("--runs", type=int, default=100)

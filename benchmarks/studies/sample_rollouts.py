@@ -6,16 +6,17 @@
 DATA is from `python3 -m openrlhf_gtpo.cli.prepare task`. vLLM samples at temperature 1; rewards are reasoning-gym's.
 """
 
-import argparse
 import json
 import os
 from pathlib import Path
+
+from openrlhf_gtpo.cli import Parser
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", required=True, type=Path)
     parser.add_argument("--output", required=True, type=Path)

@@ -5,17 +5,18 @@
 Random logits and prompts, temperature 1. For the sampler alone there are also vLLM's own log-probs of sampled tokens.
 """
 
-import argparse
 import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from openrlhf_gtpo.cli import Parser
+
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--output", required=True, type=Path)
     parser.add_argument("--rows", type=int, default=128, help="requests at a time")

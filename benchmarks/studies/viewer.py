@@ -10,7 +10,6 @@ its share of a step is smaller. Of 64 responses as many are trained on as --trai
 Entropies are drawn as those of a trained model lie: four of five tokens are nearly certain.
 """
 
-import argparse
 import os
 import shutil
 import tempfile
@@ -24,7 +23,7 @@ import torch
 from playwright.sync_api import sync_playwright
 
 from openrlhf_gtpo.algorithms import GTPOConfig, gtpo_advantages
-from openrlhf_gtpo.cli import view
+from openrlhf_gtpo.cli import Parser, view
 from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.report.rollouts import dump_file, write_dump
 
@@ -144,7 +143,7 @@ def dump_cost(name: str, train_rows: int, repeat: int, rows: int = 64, tokens: i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("--rows", type=int, default=2000)
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--dump", metavar="MODEL", help="measure writing a dump, and not the page")

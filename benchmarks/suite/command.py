@@ -18,6 +18,14 @@ from openrlhf_gtpo.platform.files import check_output
 # Least values of flags that take a number, 1 for all others. An advantage compares at least two responses to a prompt.
 _LEAST = {"warmup": 0, "bucket_mb": 0, "rows": 2, "samples": 2, "sequence_length": 2, "seed": -(2**31)}
 _MOST = 2**31 - 1
+# Flags that several commands have, with defaults of their own.
+_COUNTS = {
+    "prompts": "prompts of a step",
+    "samples": "responses to each prompt",
+    "prompt_tokens": "tokens of each prompt",
+    "response_tokens": "maximum tokens of a response",
+    "repeat": "timed repetitions",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,34 +72,30 @@ def build_parser() -> argparse.ArgumentParser:
     preset = "tiny, 3b, 7b or 32b (Qwen2.5's widths), or a Hugging Face config.json"
     fp8 = "On a CUDA host, FP8 is Transformer Engine's; elsewhere it is emulated, which says nothing about its speed."
 
-    def command(name: str, summary: str, more: str = "") -> Callable[..., Any]:
-        """Add a command, and return the function that adds a flag to it."""
-        flag = commands.add_parser(name, help=summary, description=more or summary).add_argument
+    def command(name: str, summary: str, description: str = "", **defaults: int) -> Callable[..., Any]:
+        """Add a command with those of :data:`_COUNTS` in ``defaults``; return the function that adds another flag."""
+        flag = commands.add_parser(name, help=summary, description=description or summary).add_argument
         flag("--output", help="write everything measured to this JSON file", **path)
         if name not in ("overhead", "weight-sync", "train"):
             flag("--seed", default=1, help="random seed", **count)
         if name in ("layers", "train-step"):
             flag("--recipes", nargs="*", choices=RECIPES, default=RECIPES, help="FP8 recipes to measure")
             flag("--recompute", choices=RECOMPUTE, default="none", help="activations to recompute")
+        for key, default in defaults.items():
+            flag(f"--{key.replace('_', '-')}", default=default, help=_COUNTS[key], **count)
         return flag
 
-    flag = command("overhead", "a GTPO step against upstream's group_norm step, same batches")
+    summary = "a GTPO step against upstream's group_norm step, same batches"
+    flag = command("overhead", summary, prompts=8, samples=8, prompt_tokens=48, response_tokens=32, repeat=7)
     flag("--model", required=True, metavar="DIR", help="Hugging Face checkpoint")
-    flag("--prompts", default=8, help="prompts in a batch", **count)
-    flag("--samples", default=8, help="responses to each prompt", **count)
-    flag("--prompt-tokens", default=48, help="tokens of each prompt", **count)
-    flag("--response-tokens", default=32, help="maximum tokens of a response", **count)
     flag("--micro-batch-size", default=16, help="rows of a micro-batch", **count)
-    flag("--repeat", default=7, help="timed steps of each variant", **count)
 
-    flag = command("actor", "the DeepSpeed actor against the Megatron actor, same ragged batches")
+    summary = "the DeepSpeed actor against the Megatron actor, same ragged batches"
+    flag = command("actor", summary, prompt_tokens=64, response_tokens=512, repeat=5)
     flag("--model", required=True, metavar="DIR", help="Hugging Face checkpoint")
-    flag("--rows", default=32, help="responses in a batch", **count)
-    flag("--prompt-tokens", default=64, help="tokens of each prompt", **count)
-    flag("--response-tokens", default=512, help="maximum tokens of a response", **count)
+    flag("--rows", default=32, help="responses of a step", **count)
     flag("--micro-batch-size", default=8, help="rows of a micro-batch, for DeepSpeed", **count)
     flag("--max-tokens", default=2048, help="maximum tokens of a micro-batch, for Megatron", **count)
-    flag("--repeat", default=5, help="timed batches", **count)
     flag("trainer_flags", nargs="*", metavar="-- FLAG", help="further flags of the trainer, for both")
 
     flag = command(
@@ -100,6 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
         "Log-probs and entropies from hidden states, in every way that is installed, side by side. The bare product "
         "is the limit: one for the forward pass, four for forward and backward (the logits twice, and the products "
         "with their gradient), since no way keeps the logits. Gradients are those of the log-probs alone.",
+        repeat=7,
     )
     sizes = {"nargs": "+", "default": ["1024x896x151936"], "metavar": "TxHxV"}
     flag("--shape", help="tokens x hidden width x vocabulary", **sizes)
@@ -107,7 +112,6 @@ def build_parser() -> argparse.ArgumentParser:
     flag("--dtype", nargs="+", choices=dtypes, default=["bfloat16"], help="dtypes of hidden states and weights")
     ranks = "processes that share the vocabulary, one GPU each"
     flag("--tensor-parallel", nargs="+", default=[1], metavar="N", help=ranks, **count)
-    flag("--repeat", default=7, help="timed calls of each way", **count)
     flag("--png", "--plot", help="plot the times relative to the product's", **path)
 
     flag = command(
@@ -116,6 +120,7 @@ def build_parser() -> argparse.ArgumentParser:
         "GB/s of whole weight syncs into an engine, against a device copy of the same bytes. The trainer is one "
         "process with the full tensors, so that gathering costs nothing: only packing, transfer and loading are "
         "measured. OpenRLHF's own transfer, one call per parameter, is CUDA only; bucket size 0 has as many calls.",
+        repeat=7,
     )
     flag("--model", type=Path, metavar="DIR", help="Hugging Face checkpoint with safetensors")
     llama = "a Llama's layers, hidden width, intermediate width and vocabulary"
@@ -127,7 +132,6 @@ def build_parser() -> argparse.ArgumentParser:
     buckets = "bucket sizes; 0 is one parameter per bucket; the last size is measured with checksums too"
     flag("--bucket-mb", nargs="+", default=[0, 16, 64, 256], metavar="MIB", help=buckets, **count)
     flag("--workers", default=1, help="tensor-parallel size of the engine", **count)
-    flag("--repeat", default=7, help="timed syncs of each way", **count)
 
     flag = command(
         "layers",
@@ -135,13 +139,13 @@ def build_parser() -> argparse.ArgumentParser:
         "Decoder layers of a given shape with random weights, bfloat16 against each FP8 recipe, on one device. FLOP/s "
         "count only products (a backward pass has twice as many as a forward pass); MFU is relative to the rate of a "
         f"big square bfloat16 product in the same run. {fp8}",
+        repeat=7,
     )
     flag("--shape", nargs="+", default=["7b", "32b"], metavar="NAME", help=preset)
     flag("--layers", metavar="N", help="layers of each shape (default: 4; 2 for tiny and 32b)", **count)
     flag("--tokens", default=8192, help="tokens of a micro-batch", **count)
     flag("--sequence-length", default=2048, help="tokens of a row", **count)
     flag("--micro-batches", default=4, help="micro-batches of a step", **count)
-    flag("--repeat", default=7, help="timed repetitions", **count)
     flag("--matrix", default=8192, metavar="N", help="side of the square product", **count)
 
     flag = command(
@@ -150,19 +154,19 @@ def build_parser() -> argparse.ArgumentParser:
         "Whole GTPO train steps of a model with random weights on Megatron, bfloat16 against FP8, and on the "
         "DeepSpeed actor if OpenRLHF and DeepSpeed are installed. Only real tokens count, prompts included. Every "
         f"precision gets its own process and the same batches, so that ratios are taken step by step. {fp8}",
+        prompts=8,
+        samples=8,
+        prompt_tokens=256,
+        repeat=5,
     )
     flag("--shape", default="3b", metavar="NAME", help=preset)
     flag("--layers", metavar="N", help="number of layers, instead of the shape's own", **count)
-    flag("--prompts", default=8, help="prompts of a step", **count)
-    flag("--samples", default=8, help="responses to each prompt", **count)
-    flag("--prompt-tokens", default=256, help="tokens of each prompt", **count)
     flag("--response-tokens", default=2048, help="maximum tokens of a response; the median is a sixth of it", **count)
     flag("--max-tokens", default=8192, help="maximum tokens of a micro-batch", **count)
     flag("--fp8-param", action="store_true", help="measure each recipe with FP8 primary weights too")
     flag("--deepspeed", action=argparse.BooleanOptionalAction, default=True, help="measure it if it is installed")
     # With an FP8 recipe on an H200, first visits to four batches took 4.4, 3.0, 2.0 and 1.4 s, later visits 1.4.
     flag("--warmup", default=3, help="steps before the timed ones", **count)
-    flag("--repeat", default=5, help="timed steps", **count)
 
     flag = command(
         "train",

@@ -17,7 +17,13 @@ _KEY_FLAG = r"(--logger\.wandb\.ke?y?[=\s\0]['\"]?)(?!--)([^\s\0'\"]+)"  # argpa
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Adds a flag's default to its help, except for switches that are off and where the help already states it."""
+    """Wraps a description paragraph by paragraph, keeps its indented blocks as written, and adds a flag's default to
+    its help, except for switches that are off and where the help already states it."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = super()._fill_text
+        blocks = text.strip("\n").split("\n\n")
+        return "\n\n".join(block if block.startswith(" ") else fill(block, width, indent) for block in blocks)
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = action.help or "", action.default
@@ -25,15 +31,11 @@ class HelpFormatter(argparse.HelpFormatter):
         return text if silent or "(default" in text else f"{text} (default: %(default)s)"
 
 
-class RawHelpFormatter(HelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """A :class:`HelpFormatter` that prints the description as it is written."""
-
-
 class Parser(argparse.ArgumentParser):
-    """An argument parser that shows defaults in its help, and in that of its subcommands."""
+    """An argument parser whose help, and that of its subcommands, is a :class:`HelpFormatter`'s."""
 
-    def __init__(self, *, formatter_class: Any = HelpFormatter, **options: Any) -> None:
-        super().__init__(formatter_class=formatter_class, **options)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=HelpFormatter, **options)
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         # Before Python 3.11.8 the value of --flag=-- is an empty list: https://github.com/python/cpython/issues/109475

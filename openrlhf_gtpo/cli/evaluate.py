@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 from openrlhf_gtpo import platform
-from openrlhf_gtpo.cli import Parser, RawHelpFormatter, exit_status
+from openrlhf_gtpo.cli import Parser, exit_status
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.platform.files import check_output, replace_text
 from openrlhf_gtpo.report.answers import per_question, summarize, table
@@ -40,8 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    prog = "python3 -m openrlhf_gtpo.cli.evaluate"
-    parser = Parser(prog=prog, description=__doc__, formatter_class=RawHelpFormatter)
+    parser = Parser(prog="python3 -m openrlhf_gtpo.cli.evaluate", description=__doc__)
     add = parser.add_argument
     add("--model", required=True, metavar="DIR", help="a Hugging Face folder, or a Megatron checkpoint")
     add("--output", required=True, type=Path, metavar="DIR", help="gets answers and table")

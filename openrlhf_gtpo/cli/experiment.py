@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from openrlhf_gtpo.cli import Parser, RawHelpFormatter, evaluate, exit_status
+from openrlhf_gtpo.cli import Parser, evaluate, exit_status
 from openrlhf_gtpo.errors import TrainingStopped, UsageError
 from openrlhf_gtpo.report.metrics import Rows, read_runs
 from openrlhf_gtpo.tools.experiment.grid import Grid, places, read_grid, words
@@ -25,9 +25,7 @@ from openrlhf_gtpo.tools.experiment.runner import check_folders, has_checkpoint,
 def main(argv: Sequence[str] | None = None) -> int:
     """Run an experiment. Return 0, 2 after a sentence on stderr if it cannot be run, 1 if a run failed, or 130 if a
     signal or a request to stop ended it."""
-    parser = Parser(
-        prog="python3 -m openrlhf_gtpo.cli.experiment", description=__doc__, formatter_class=RawHelpFormatter
-    )
+    parser = Parser(prog="python3 -m openrlhf_gtpo.cli.experiment", description=__doc__)
     parser.add_argument("file", type=Path, metavar="FILE", help="a YAML file: docs/experiments.md")
     parser.add_argument("--dry-run", action="store_true", help="check everything and list the runs")
     args = parser.parse_args(argv)

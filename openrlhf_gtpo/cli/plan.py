@@ -17,7 +17,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from openrlhf_gtpo.cli import Parser, RawHelpFormatter, exit_status
+from openrlhf_gtpo.cli import Parser, exit_status
 from openrlhf_gtpo.errors import SettingError, UsageError
 from openrlhf_gtpo.megatron.fp8.options import RECIPES
 from openrlhf_gtpo.megatron.parallel.layout import RECOMPUTE
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="python3 -m openrlhf_gtpo.cli.plan", description=__doc__, formatter_class=RawHelpFormatter)
+    parser = Parser(prog="python3 -m openrlhf_gtpo.cli.plan", description=__doc__)
     count: dict[str, Any] = {"type": int, "metavar": "N"}
     number: dict[str, Any] = {"type": float, "metavar": "X"}
     switch: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": True}

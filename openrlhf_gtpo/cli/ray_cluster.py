@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from openrlhf_gtpo.cli import Parser, RawHelpFormatter
+from openrlhf_gtpo.cli import Parser
 from openrlhf_gtpo.tools.launch.ray_node import Node, make_token, run_node
 from openrlhf_gtpo.tools.launch.ray_wait import Dashboard, NotJoined, wait_for_nodes
 
@@ -60,8 +60,7 @@ def seconds(text: str) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    prog = "python3 -m openrlhf_gtpo.cli.ray_cluster"
-    parser = Parser(prog=prog, description=__doc__, formatter_class=RawHelpFormatter)
+    parser = Parser(prog="python3 -m openrlhf_gtpo.cli.ray_cluster", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     head = commands.add_parser("head", help="run the head on this host")
     head.set_defaults(head=None, timeout=_TIMEOUT)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from openrlhf_gtpo import platform
-from openrlhf_gtpo.cli import Parser, RawHelpFormatter, exit_status
+from openrlhf_gtpo.cli import Parser, exit_status
 from openrlhf_gtpo.platform.files import check_output
 from openrlhf_gtpo.platform.processes import launched_world_size
 from openrlhf_gtpo.training.settings import megatron_flags
@@ -31,8 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    prog = "python3 -m openrlhf_gtpo.cli.score"
-    parser = Parser(prog=prog, description=__doc__, formatter_class=RawHelpFormatter)
+    parser = Parser(prog="python3 -m openrlhf_gtpo.cli.score", description=__doc__)
     add_input_flags(parser)
     add = parser.add_argument
     add("--output", required=True, type=Path, metavar="FILE", help="the scores; the file appears when it is complete")

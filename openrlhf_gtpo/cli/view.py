@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from openrlhf_gtpo.cli import Parser, RawHelpFormatter, exit_status
+from openrlhf_gtpo.cli import Parser, exit_status
 from openrlhf_gtpo.platform.files import check_output, replace_text
 
 
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="python3 -m openrlhf_gtpo.cli.view", description=__doc__, formatter_class=RawHelpFormatter)
+    parser = Parser(prog="python3 -m openrlhf_gtpo.cli.view", description=__doc__)
     add = parser.add_argument
     add("source", type=Path, metavar="RUN_OR_DUMP", help="a run's folder, or one of its dumps")
     add("--output", required=True, type=Path, metavar="FILE", help="the page; the file appears when it is complete")
