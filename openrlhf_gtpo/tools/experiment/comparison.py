@@ -44,8 +44,8 @@ class Difference:
         if math.isnan(self.low):
             return f"{method} is {effect} relative to {baseline}; 1 seed does not say whether that is chance."
         if not self.has_spread:
-            found = "no difference seen" if abs(self.effect) < _SAME else "the same mean difference for every seed"
-            return f"{method} against {baseline}: {found} ({effect}; {self.seeds} seeds without a spread)."
+            finding = "no difference seen" if abs(self.effect) < _SAME else "the same mean difference for every seed"
+            return f"{method} against {baseline}: {finding} ({effect}; {self.seeds} seeds without a spread)."
         interval = f"{effect}, 95 % interval {decimals(self.low, '+')} to {decimals(self.high, '+')}"
         if self.low <= 0 <= self.high:
             return (
@@ -58,10 +58,11 @@ class Difference:
 def paired_difference(differences: np.ndarray) -> Difference:
     """The mean of ``differences`` over seeds and prompts, with a 95 % interval for other seeds and other prompts.
 
-    Seeds and prompts are crossed, because every run answers the same prompts, and both are samples. What a bootstrap
-    that draws seeds and prompts and keeps pairs (Owen, The pigeonhole bootstrap, 2007) estimates by resampling is here
-    in closed form, from the mean squares MS of a two-way analysis of variance with random effects (Searle, Casella,
-    McCulloch, Variance Components, 1992, ch. 4): with S seeds, P prompts and the residual as noise,
+    Seeds and prompts are crossed, because every run answers the same prompts, and both are samples. A bootstrap that
+    draws seeds and prompts and keeps pairs (Owen, The pigeonhole bootstrap, 2007) would estimate this variance by
+    resampling. Here it is in closed form, from the mean squares MS of a two-way analysis of variance with random
+    effects (Searle, Casella, McCulloch, Variance Components, 1992, ch. 4): with S seeds, P prompts and the residual as
+    noise,
 
         variance = MS_seeds / SP + max(0, MS_prompts - MS_noise) / SP = V_S + V_P.
 
@@ -72,8 +73,8 @@ def paired_difference(differences: np.ndarray) -> Difference:
     which is exact if either part is 0. Satterthwaite's (1946), with squared weights, covers 92 % with 3 seeds if
     V_S is 10 V_P, and Cochran's (1964), which averages the two quantiles, 97.3 %; this one covers 94 to 97 % in
     simulation with 3 and 5 seeds and 30 and 100 prompts (docs/results/report_page.json). It covers less, as Student's
-    does, if what differs is far from normal: 92 % with 3 seeds of evenly spread effects and 500 prompts, 83 to 86 %
-    with 30 prompts of which one or two differ (``test_intervals_cover_less_where_differences_are_not_normal``). With
+    does, if differences are far from normal: 92 % with 3 seeds of evenly spread effects and 500 prompts, 83 to 86 %
+    if one or two of 30 prompts differ (``test_intervals_cover_less_where_differences_are_not_normal``). With
     one prompt (a mean over prompts), the interval is for other seeds and the same prompts.
 
     Args:
@@ -84,29 +85,29 @@ def paired_difference(differences: np.ndarray) -> Difference:
     if seeds < 2:
         return Difference(effect, math.nan, math.nan, math.nan, seeds, prompts)
     by_seed, by_prompt = differences.mean(axis=1), differences.mean(axis=0)
-    of_seeds = float(by_seed.var(ddof=1)) / seeds
-    of_prompts, degrees = 0.0, float(seeds - 1)
+    v_seeds = float(by_seed.var(ddof=1)) / seeds
+    v_prompts, degrees = 0.0, float(seeds - 1)
     if prompts > 1:
-        left = differences - by_seed[:, None] - by_prompt + effect
-        noise = float((left**2).sum()) / ((seeds - 1) * (prompts - 1))
-        of_prompts = max(0.0, float(by_prompt.var(ddof=1)) / prompts - noise / (seeds * prompts))
-        if of_prompts:
-            degrees = (of_seeds + of_prompts) / (of_seeds / (seeds - 1) + of_prompts / (prompts - 1))
-    error = math.sqrt(of_seeds + of_prompts)
+        residual = differences - by_seed[:, None] - by_prompt + effect
+        noise = float((residual**2).sum()) / ((seeds - 1) * (prompts - 1))
+        v_prompts = max(0.0, float(by_prompt.var(ddof=1)) / prompts - noise / (seeds * prompts))
+        if v_prompts:
+            degrees = (v_seeds + v_prompts) / (v_seeds / (seeds - 1) + v_prompts / (prompts - 1))
+    error = math.sqrt(v_seeds + v_prompts)
     quantile = float(special.stdtrit(degrees, 0.975))
     seen = error * float(special.nctdtrinc(degrees, 1 - _POWER, quantile))  # non-central t with 1 - _POWER below it
     return Difference(effect, effect - quantile * error, effect + quantile * error, seen, seeds, prompts)
 
 
 def p_among_all(methods: Sequence[np.ndarray], baseline: np.ndarray) -> list[float]:
-    """The chance that any of several methods would be as far from the baseline as each of them is, if none differed:
-    Dunnett's test (1955). It allows for their number, and takes the spread between seeds from all of them, where
-    :func:`paired_difference` has that of two. It is for other seeds and the same questions, and does not pair seeds.
+    """For each of several methods, the chance that any of them would be as far from the baseline if none differed:
+    Dunnett's test (1955). It allows for their number. It takes the spread between seeds from all of them, and
+    :func:`paired_difference` from two. It is for other seeds and the same questions, and does not pair seeds.
 
     Args:
         methods, baseline: the mean score of each seed, (S,) each, some of which differ between seeds.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # one method's seeds may be equal
-        found = stats.dunnett(*methods, control=baseline, random_state=np.random.default_rng(0))
-    return list(map(float, found.pvalue))
+        result = stats.dunnett(*methods, control=baseline, random_state=np.random.default_rng(0))
+    return list(map(float, result.pvalue))

@@ -75,6 +75,7 @@ def read_grid(path: Path) -> Grid:
                 raise yaml.YAMLError(f"from line {node.start_mark.line + 1} on {twice} is given twice; leave one out.")
             return super().construct_mapping(node, deep)
 
+    # The file and its entries.
     try:
         entries = yaml.load(path.read_text(encoding="utf-8"), KeysOnce)
     except OSError as error:
@@ -83,6 +84,7 @@ def read_grid(path: Path) -> Grid:
         raise UsageError(f"{path} cannot be read as YAML: {one_line(error)}") from error
     _check_entries(path, entries)
     methods, settings = entries["methods"], entries.get("settings", {})
+    # Flags, in each place that has some; seeds; baseline.
     groups = {"flags": entries["flags"], "evaluate": entries.get("evaluate")}
     groups |= {f"methods.{name}": flags for name, flags in methods.items()}
     for axis, values in settings.items():
@@ -95,16 +97,17 @@ def read_grid(path: Path) -> Grid:
     baseline = entries.get("baseline")
     if baseline is not None and baseline not in methods:
         raise UsageError(f"{path}: the baseline {baseline!r} is not among the methods {', '.join(methods)}.")
+    # Methods × settings × seeds. A setting may not override a method, nor another setting.
     output = Path(entries["output"]).expanduser()
     runs = []
     for method, *chosen in itertools.product(methods, *settings.values()):
         flags = entries["flags"] | (methods[method] or {})
-        given = dict.fromkeys(methods[method] or {}, f"methods.{method}")
+        set_by = dict.fromkeys(methods[method] or {}, f"methods.{method}")
         for (axis, values), name in zip(settings.items(), chosen, strict=True):
             for flag, value in (values[name] or {}).items():
-                if flag in given:
-                    raise UsageError(f"{path}: settings.{axis}.{name} and {given[flag]} both set {flag}.")
-                given[flag] = f"settings.{axis}.{name}"
+                if flag in set_by:
+                    raise UsageError(f"{path}: settings.{axis}.{name} and {set_by[flag]} both set {flag}.")
+                set_by[flag] = f"settings.{axis}.{name}"
                 flags[flag] = value
         label = "/".join([method, *chosen])
         for seed in seeds:
@@ -115,12 +118,12 @@ def read_grid(path: Path) -> Grid:
 
 def words(flags: Mapping[str, Any]) -> list[str]:
     """The command line of ``flags``."""
-    found: list[str] = []
+    argv: list[str] = []
     for name, value in flags.items():
         if value is not False:
             values = [] if value is True else value if isinstance(value, list) else [value]
-            found += [f"--{name}", *map(str, values)]
-    return found
+            argv += [f"--{name}", *map(str, values)]
+    return argv
 
 
 def places(folder: Path) -> dict[str, Any]:
@@ -153,8 +156,10 @@ def _check_entries(path: Path, entries: Any) -> None:
             raise UsageError(f"{path}: settings.{axis} must have values by name, each with its flags.")
     for name in itertools.chain(entries["methods"], *settings.values()):
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            said = f"the name {name!r} must be a folder name"
-            raise UsageError(f"{path}: {said}; use letters, digits and . + - _, but not . or _ first.")
+            raise UsageError(
+                f"{path}: the name {name!r} must be a folder name; use letters, digits and . + - _, but not . or _ "
+                "first."
+            )
 
 
 def _check_flags(path: Path, place: str, flags: Any) -> None:
@@ -173,6 +178,6 @@ def _check_flags(path: Path, place: str, flags: Any) -> None:
                 "environment; a run's folder and its page show its flags."
             )
         if not isinstance(value, str | int | float) and not (
-            isinstance(value, list) and all(isinstance(one, str | int | float) for one in value)
+            isinstance(value, list) and all(isinstance(item, str | int | float) for item in value)
         ):
             raise UsageError(f"{path}: {place}.{name} must be text, a number, a list of them or true, got {value!r}.")

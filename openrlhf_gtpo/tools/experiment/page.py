@@ -60,8 +60,8 @@ Runs = dict[str, list[FoundRun]]
 
 
 def find_runs(arguments: Sequence[str], wanted: Container[Path] | None = None) -> tuple[Runs, list[Path]]:
-    """The runs that a command line names, by label, and the runs of experiments that are left out because they are
-    unfinished, or not evaluated while others are.
+    """The runs named on a command line, by label, and the runs of experiments that are left out: they are unfinished,
+    or not evaluated while others are.
 
     Args:
         arguments: ``LABEL=PATH`` of a metrics file, or of a folder with one or with TensorBoard's; or an experiment's
@@ -76,6 +76,7 @@ def find_runs(arguments: Sequence[str], wanted: Container[Path] | None = None) -
     runs: Runs = {}
     unfinished: list[Path] = []
     for text in arguments:
+        # LABEL=PATH: the last run of one metrics file.
         label, separator, path = text.partition("=")
         if separator and label and path and not Path(text).exists():
             if label.startswith("_"):
@@ -90,9 +91,11 @@ def find_runs(arguments: Sequence[str], wanted: Container[Path] | None = None) -
             if run.under_way:
                 print(f"{path}: has not ended; its figures are those of its last step.", file=sys.stderr)
             continue
+        # An experiment's folder: its runs that have ended, or if some are evaluated only those.
         folders = sorted(file.parent for file in Path(text).rglob("seed-*/flags.json"))
-        folders = [one for one in folders if one.name.removeprefix("seed-").isdigit()]  # no copy, such as seed-1-old
-        folders = [one for one in folders if wanted is None or one in wanted]
+        # No copies, such as seed-1-old.
+        folders = [folder for folder in folders if folder.name.removeprefix("seed-").isdigit()]
+        folders = [folder for folder in folders if wanted is None or folder in wanted]
         if not folders:
             raise UsageError(f"{text} is not an experiment's folder; name a run as LABEL={text}.")
         ended = {}
@@ -108,9 +111,9 @@ def find_runs(arguments: Sequence[str], wanted: Container[Path] | None = None) -
             runs.setdefault(Path(text).resolve().name if method == "." else method, []).append(run)
         unfinished += [folder for folder in folders if folder not in (evaluated or ended)]
     for label, group in runs.items():
-        for one, two in combinations(group, 2):
-            if one.seed is not None and one.seed == two.seed:
-                raise UsageError(f"{label} has seed {one.seed} twice, in {one.path} and {two.path}; name one.")
+        for first, second in combinations(group, 2):
+            if first.seed is not None and first.seed == second.seed:
+                raise UsageError(f"{label} has seed {first.seed} twice, in {first.path} and {second.path}; name one.")
     if not runs:
         raise UsageError(f"None of the {len(unfinished)} runs in {', '.join(arguments)} has finished.")
     return runs, unfinished
@@ -127,27 +130,30 @@ def write_page(
     Raises:
         UsageError: the baseline is not among the runs, or it answered other questions.
     """
+    # Each label against the baseline, by data set and measure.
     bases = _bases(runs, baseline) if baseline is not None else {}
     runs = dict(sorted(runs.items(), key=lambda item: item[0] not in bases.values()))
-    found: list[tuple[str, str, str, str, Difference]] = []
-    apart = []
+    differences: list[tuple[str, str, str, str, Difference]] = []
+    not_compared = []
     for label, base in bases.items():
         for (data, measure), difference in _differences(label, runs[label], base, runs.get(base, [])).items():
             if difference is None:
                 why = "there is no step at which all their runs with the same seeds were evaluated"
-                apart.append((label, f"{data}, {measure}: {label} is not compared with {base}, as {why}."))
+                not_compared.append((label, f"{data}, {measure}: {label} is not compared with {base}, as {why}."))
             else:
-                found.append((label, base, data, measure, difference))
-    compared = {row[0] for row in (*found, *apart)}
-    among = _among_all([row[:4] for row in found], runs)
+                differences.append((label, base, data, measure, difference))
+    compared = {row[0] for row in (*differences, *not_compared)}
+    among = _among_all([row[:4] for row in differences], runs)
+    # Figures, and the columns of the table of means.
     figures = plot_figures({label: [run.rows for run in group] for label, group in runs.items()}, folder)
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(resources.files(__package__).joinpath("page.html").read_text("utf-8"))
-    shown = {row[2:4] for row in found}
+    shown = {row[2:4] for row in differences}
     for run in (run for group in runs.values() for run in group):
         shown |= {keys[-1] for keys in _held_out(run).values()}
         shown |= {key for key in run.scores if not key[1].startswith(_HELD_OUT)}
     columns = sorted(shown, key=_by_measure)
+    # The page.
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(resources.files(__package__).joinpath("page.html").read_text("utf-8"))
     page = folder / "index.html"
     text = template.render(
         title=title,
@@ -157,14 +163,14 @@ def write_page(
         unfinished=unfinished,
         under_way=[run.path for group in runs.values() for run in group if run.under_way],
         alone=[label for label in bases if label not in compared],
-        sentences=[_of_all(*key, p) for key, p in among.items() if not key[-1].startswith("pass@")]
+        sentences=[_joint_sentence(*key, p) for key, p in among.items() if not key[-1].startswith("pass@")]
         + [
             f"{data}, {measure}: {difference.sentence(label, base)}"
-            for label, base, data, measure, difference in found
+            for label, base, data, measure, difference in differences
             if not measure.startswith("pass@")
         ]
-        + [sentence for _, sentence in apart],
-        differences=found,
+        + [sentence for _, sentence in not_compared],
+        differences=differences,
         among=among,
         figures={name: Markup(_inline(svg.read_text("utf-8"), name)) for name, svg in figures.items()},
         columns=columns,
@@ -189,14 +195,14 @@ def _read(path: Path, rows: Rows) -> FoundRun:
             evaluated = json.loads(evaluation.read_text("utf-8"))
         settings |= {
             f"evaluation of {data}: {name}": value
-            for data, found in evaluated.get("settings", {}).items()
-            for name, value in found.items()
+            for data, flags_of_data in evaluated.get("settings", {}).items()
+            for name, value in flags_of_data.items()
             if name not in _OF_A_MODEL
         }
         scores = {
             (data, measure): np.array(values, float)
-            for data, found in evaluated["scores"].items()
-            for measure, values in found.items()
+            for data, by_measure in evaluated["scores"].items()
+            for measure, values in by_measure.items()
         }
         questions = dict(evaluated["questions"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -212,52 +218,52 @@ def _read(path: Path, rows: Rows) -> FoundRun:
 
 
 def _bases(runs: Runs, baseline: str) -> dict[str, str]:
-    """Each label that is not the baseline's, and the label to compare it with, which may have no run."""
-    own = {label for label in runs if label == baseline or label.split("/")[0] == baseline}
-    if not own:
+    """Each label other than the baseline's, and the label to compare it with, which may have no run."""
+    baselines = {label for label in runs if label == baseline or label.split("/")[0] == baseline}
+    if not baselines:
         raise UsageError(f"The baseline {baseline!r} is not among the runs: {', '.join(runs)}.")
     return {
-        label: baseline if baseline in own else "/".join([baseline, *label.split("/")[1:]])
-        for label in sorted(runs.keys() - own)
+        label: baseline if baseline in baselines else "/".join([baseline, *label.split("/")[1:]])
+        for label in sorted(runs.keys() - baselines)
     }
 
 
 def _differences(
-    label: str, group: Sequence[FoundRun], base: str, others: Sequence[FoundRun]
+    label: str, group: Sequence[FoundRun], base: str, base_group: Sequence[FoundRun]
 ) -> dict[tuple[str, str], Difference | None]:
-    """Differences by data set and measure, over the seeds for which both have it. Training's held-out reward is of the
-    last step at which all of these runs were evaluated, and None if there is no such step."""
-    by_seed = {run.seed: run for run in others if run.seed is not None}
+    """Differences by data set and measure, over the seeds for which both groups have the measure. Training's held-out
+    reward is of the last step at which all of these runs were evaluated, and None if there is no such step."""
+    by_seed = {run.seed: run for run in base_group if run.seed is not None}
     pairs = [(run, by_seed[run.seed]) for run in group if run.seed in by_seed]
     steps = defaultdict(list)
-    for mine, theirs in ((_held_out(run), _held_out(other)) for run, other in pairs):
-        for data in mine.keys() & theirs.keys():
-            steps[data].append({*mine[data]} & {*theirs[data]})
+    for rewards, base_rewards in ((_held_out(run), _held_out(base_run)) for run, base_run in pairs):
+        for data in rewards.keys() & base_rewards.keys():
+            steps[data].append({*rewards[data]} & {*base_rewards[data]})
     last = {
         data: max(set.intersection(*keys), key=_by_measure, default=(data, _HELD_OUT)) for data, keys in steps.items()
     }
-    shared = {key for run, other in pairs for key in run.scores.keys() & other.scores.keys()}
+    shared = {key for run, base_run in pairs for key in run.scores.keys() & base_run.scores.keys()}
     ordered = sorted(shared | {*last.values()}, key=_by_measure)
     largest = {data: measure for data, measure in ordered if measure.startswith("pass@")}
-    found = {}
+    by_measure = {}
     for data, measure in ordered:
         if not ((data, measure) == last.get(data) or measure.startswith("mean@") or measure == largest.get(data)):
             continue
         having = [pair for pair in pairs if all((data, measure) in run.scores for run in pair)]
         if not measure.startswith(_HELD_OUT) and len({run.questions.get(data) for pair in having for run in pair}) > 1:
             raise UsageError(f"{label} and {base} answered different questions of {data}; evaluate both on the same.")
-        differences = [run.scores[data, measure] - other.scores[data, measure] for run, other in having]
-        found[data, measure] = paired_difference(np.array(differences)) if having else None
-    return found
+        values = [run.scores[data, measure] - base_run.scores[data, measure] for run, base_run in having]
+        by_measure[data, measure] = paired_difference(np.array(values)) if having else None
+    return by_measure
 
 
 def _held_out(run: FoundRun) -> dict[str, list[tuple[str, str]]]:
     """The scores of a run that are held-out rewards of training, by data set and in order of step."""
-    found = defaultdict(list)
+    by_data = defaultdict(list)
     for key in sorted(run.scores, key=_by_measure):
         if key[1].startswith(_HELD_OUT):
-            found[key[0]].append(key)
-    return found
+            by_data[key[0]].append(key)
+    return by_data
 
 
 def _among_all(rows: Sequence[tuple[str, str, str, str]], runs: Runs) -> dict[tuple[str, str, str], dict[str, float]]:
@@ -276,12 +282,12 @@ def _among_all(rows: Sequence[tuple[str, str, str, str]], runs: Runs) -> dict[tu
     return among
 
 
-def _of_all(base: str, data: str, measure: str, p: Mapping[str, float]) -> str:
+def _joint_sentence(base: str, data: str, measure: str, p: Mapping[str, float]) -> str:
     """The finding on all methods together in one sentence."""
     differing = sorted((value, label) for label, value in p.items() if value < 0.05)
     shown = [f"{label} (p {f'{value:.3f}' if value >= 0.001 else '< 0.001'})" for value, label in differing]
-    found = f"these differ from {base}: {', '.join(shown)}" if shown else f"none is seen to differ from {base}"
-    return f"{data}, {measure}: among all {len(p)} methods together, {found}."
+    finding = f"these differ from {base}: {', '.join(shown)}" if shown else f"none is seen to differ from {base}"
+    return f"{data}, {measure}: among all {len(p)} methods together, {finding}."
 
 
 def _by_measure(key: tuple[str, str]) -> tuple[str, bool, str, int]:

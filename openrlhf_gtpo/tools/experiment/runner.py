@@ -47,8 +47,8 @@ def check_folders(grid: Grid) -> None:
         if grid.evaluate is not None:
             _refuse_others(run.folder / "evaluation", "evaluated", grid.evaluate)
         _refuse_others(run.folder, "run", run.flags)
-        there = {path.name for path in run.folder.glob("[!.]*")}
-        if there - {"lock"} and "flags.json" not in there:
+        files = {path.name for path in run.folder.glob("[!.]*")}
+        if files - {"lock"} and "flags.json" not in files:
             raise UsageError(f"{run.folder} has files that are not runs of this experiment; name another output.")
 
 
@@ -56,21 +56,21 @@ def _refuse_others(folder: Path, done: str, flags: Mapping[str, Any]) -> None:
     file = folder / "flags.json"
     if not file.exists():
         return
-    theirs, ours = json.loads(file.read_text()), json.loads(json.dumps(flags))
-    for flag in sorted(theirs.keys() | ours.keys()):
-        if theirs.get(flag) != ours.get(flag):
+    recorded, current = json.loads(file.read_text()), json.loads(json.dumps(flags))
+    for flag in sorted(recorded.keys() | current.keys()):
+        if recorded.get(flag) != current.get(flag):
             raise UsageError(
-                f"{folder} was {done} with --{flag} {theirs.get(flag)}, and the experiment now has "
-                f"{ours.get(flag)}; name another output, or remove that folder."
+                f"{folder} was {done} with --{flag} {recorded.get(flag)}, and the experiment now has "
+                f"{current.get(flag)}; name another output, or remove that folder."
             )
 
 
 def run_all(grid: Grid) -> list[str]:
-    """Make every run that is not finished and that no other process is making. On a terminal, a bar shows what is
-    done, what the current run is doing, and the time that is left for training if each takes as long as those before.
+    """Make every unfinished run that no other process is making. On a terminal, a bar shows how many are finished,
+    what the current run is doing, and how long training will take if each run takes as long as those before.
 
     Returns:
-        a sentence for each run that failed, which has been printed; its log says why.
+        a sentence for each failed run, which has been printed; the run's log says why.
 
     Raises:
         KeyboardInterrupt: a signal or a request to stop ended a run.
@@ -86,23 +86,23 @@ def run_all(grid: Grid) -> list[str]:
         def show(run: Run) -> bool:
             """Update the bar. Returns False, which says that nothing hangs (``run_and_clear``)."""
             if console.is_terminal:
-                for one in grid.runs:
-                    if one.folder not in spent and is_finished(one, grid):
-                        spent[one.folder] = _seconds(read_runs(one.folder)[-1])
+                for other in grid.runs:
+                    if other.folder not in spent and is_finished(other, grid):
+                        spent[other.folder] = _seconds(read_runs(other.folder)[-1])
                 text = f"{_doing(run)}{_left(list(spent.values()), len(grid.runs))}"
                 progress.update(bar, completed=len(spent), description=text)
             return False
 
         for run in grid.runs:
-            with _locked(run.folder) as mine:
-                if mine and not is_finished(run, grid):
-                    finished = sum(is_finished(one, grid) for one in grid.runs)
+            with _locked(run.folder) as is_ours:
+                if is_ours and not is_finished(run, grid):
+                    finished = sum(is_finished(other, grid) for other in grid.runs)
                     say(f"{run}: {run.folder} ({finished} of {len(grid.runs)} runs are finished)")
                     for failure in _make(run, grid, partial(show, run)):
                         failures.append(failure)
                         say(failure)
                     show(run)
-                elif not mine:
+                elif not is_ours:
                     say(f"{run}: another process makes it.")
     return failures
 
@@ -147,7 +147,7 @@ def has_checkpoint(run: Run) -> bool:
 
 def is_trained(run: Run) -> bool:
     """True if the training of ``run`` has completed; its evaluation may be missing."""
-    # Any other error, as of a shared folder, does not say that it has no metrics, for which its model is removed.
+    # A run without metrics starts anew, and its model is removed: any other error, as of a shared folder, is raised.
     with suppress(FileNotFoundError), (run.folder / "metrics.jsonl").open(), suppress(ValueError):
         return any(row.get("ended") for row in read_runs(run.folder)[-1])
     return False
@@ -156,8 +156,8 @@ def is_trained(run: Run) -> bool:
 def _last_words(log: Path, start: int) -> str:
     """The last message of a command of this package from byte ``start`` on, or the last line of any."""
     lines = log.read_bytes()[start:].decode(errors="replace").strip().splitlines() if log.exists() else []
-    own = [line for line in lines if line.startswith(("train_ppo_ray", "evaluate:"))]
-    return (own or lines or ["it said nothing"])[-1][:500]
+    messages = [line for line in lines if line.startswith(("train_ppo_ray", "evaluate:"))]
+    return (messages or lines or ["it said nothing"])[-1][:500]
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """Runs a program and leaves none of its processes behind, however far they have moved away from it.
 
-Ray's workers and the engines that they start outlive a Ray that is killed, and rename themselves, so that only their
-ancestry tells whose they are. Linux preserves that: orphans of a "child subreaper" become its children. A raylet can
-be one too (https://github.com/ray-project/ray/pull/42992), but then it ends together with what it should clear away.
+Ray's workers, and the engines started by them, outlive a Ray that is killed. They rename themselves, so that only
+their ancestry tells whose they are. Linux preserves that: orphans of a "child subreaper" become its children. A raylet
+can be one too (https://github.com/ray-project/ray/pull/42992), but then it ends together with what it should
+clear away.
 """
 
 import ctypes
@@ -23,7 +24,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here, because little may be 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PATIENCE = 5.0  # seconds from SIGTERM to SIGKILL for a hung program, and for orphans: they have nothing to finish
-_GIVE_UP = 60.0  # seconds until orphans that even SIGKILL does not end, as they wait for a device or a disk, are left
+_GIVE_UP = 60.0  # seconds until orphans are left that SIGKILL does not end: they wait for a device or a disk
 
 
 def run_and_clear(
@@ -54,21 +55,21 @@ def run_and_clear(
     others = set(psutil.Process().children())  # of a shell that became this process, such as a `tee` of its log
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    taken = [number for number in _FORWARDED if not (nohup and number == signal.SIGHUP)]
-    before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in taken}
+    handled = [number for number in _FORWARDED if not (nohup and number == signal.SIGHUP)]
+    before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in handled}
     try:
         child = subprocess.Popen(command, env=dict(environment), pass_fds=locks, preexec_fn=_end_with_parent)
         end = os.pidfd_open(child.pid)  # Popen.wait polls twenty times a second
-        asked = None
+        signaled = None
         while child.poll() is None:
-            if asked is None and (received or (hung := hangs())):
+            if signaled is None and (received or (hung := hangs())):
                 child.terminate()
                 child.send_signal(signal.SIGCONT)  # a stopped process does not take SIGTERM before this
-                asked = time.monotonic()
-            elif asked is not None and time.monotonic() - asked > (patience if received else _PATIENCE):
+                signaled = time.monotonic()
+            elif signaled is not None and time.monotonic() - signaled > (patience if received else _PATIENCE):
                 child.kill()
             _reap(except_for=child.pid)
-            select.select([end], [], [], 1.0 if asked is None else 0.2)
+            select.select([end], [], [], 1.0 if signaled is None else 0.2)
         os.close(end)
     finally:
         try:
@@ -98,26 +99,26 @@ def _end_descendants(others: Set[psutil.Process]) -> None:
             process.resume()  # a stopped process does not take SIGTERM before this
     while True:
         _reap()
-        left = _descendants(others)
+        survivors = _descendants(others)
         waited = time.monotonic() - began
-        if not left:
+        if not survivors:
             return
         if waited > _GIVE_UP:
-            print(f"Warning: after {waited:.0f} s these processes still run: {left}", file=sys.stderr, flush=True)
+            print(f"Warning: after {waited:.0f} s these processes still run: {survivors}", file=sys.stderr, flush=True)
             return
-        for process in left if waited > _PATIENCE else ():
+        for process in survivors if waited > _PATIENCE else ():
             with suppress(psutil.Error):
                 process.kill()
         time.sleep(0.1)
 
 
 def _descendants(others: Set[psutil.Process]) -> list[psutil.Process]:
-    found: list[psutil.Process] = []
+    descendants: list[psutil.Process] = []
     for child in psutil.Process().children():
         if child not in others:
             with suppress(psutil.NoSuchProcess):
-                found += [child, *child.children(recursive=True)]
-    return found
+                descendants += [child, *child.children(recursive=True)]
+    return descendants
 
 
 def _reap(except_for: int | None = None) -> None:

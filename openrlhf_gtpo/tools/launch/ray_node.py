@@ -30,15 +30,15 @@ _PATIENCE = {
     "RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT": "600",
 }
 
-# How often a node is started until it lives. Ray gives its agents, Python that imports much, 15 s each time, which a
-# cold disk or a busy host may take longer than (https://github.com/ray-project/ray/issues/65983, which ends this), and
-# the node 30 s until the head knows it (ray 2.55.0, _private/node.py), as a busy head may take.
+# How often a node is started until it lives. Each time Ray gives its agents 15 s to start. They import much, and a
+# cold disk or a busy host may take longer (https://github.com/ray-project/ray/issues/65983 will end this). The node
+# gets 30 s until the head knows it (ray 2.55.0, _private/node.py); a busy head may take longer.
 _STARTS = 3
 _AGENT_WAS_SLOW = b"Timed out waiting for file"
 
-# Seconds that `ray start` has taken at least if it has waited in vain: 30 for the head to know the node, or 40 for a
-# head that is ready. It asks only the first that answers, and one that is started again, as its agent was slow,
-# refuses it ("WrongClusterID"). What is wrong with a command line is said at once.
+# A `ray start` that took longer than this has waited in vain: 30 s for the head to know the node, or 40 s for a head
+# that is ready. It asks only the first head that answers. If that one is started again, because its agent was slow, it
+# refuses the node ("WrongClusterID"). A mistake in the command line is reported at once.
 _WAITED = 30.0
 
 # Seconds without a connection to the head. Ray would go on for a minute after its death, and nobody restarts it.
@@ -77,8 +77,8 @@ class Node:
         if self.head is None:
             command += ["--head", f"--port={self.port}", "--dashboard-host=127.0.0.1", "--disable-usage-stats"]
             command += [f"--dashboard-port={self.port + 1}", f"--ray-client-server-port={self.port + 2}"]
-            # Without it the server for Ray clients asks the node for this number, and ends if a busy host starts the
-            # node more than 30 s later; `ray start --block` ends with it (ray 2.55.0, util/client/server/proxier.py).
+            # Without this flag, the server for Ray clients asks the node for the number. It ends if a busy host starts
+            # the node over 30 s later, and `ray start --block` with it (ray 2.55.0, util/client/server/proxier.py).
             command += [f"--runtime-env-agent-port={self.port + 3}"]
         else:
             command += [f"--address={self.head}"]
@@ -93,7 +93,7 @@ def make_token(path: Path) -> None:
 
 
 def with_token(environment: Mapping[str, str], token: Path | None) -> dict[str, str]:
-    """A copy of ``environment`` in which Ray, which listens on every interface, requires the token."""
+    """A copy of ``environment`` in which Ray requires the token, because it listens on every interface."""
     if token is None:
         return dict(environment)
     others = {name: value for name, value in environment.items() if name != "RAY_AUTH_TOKEN"}  # Ray would prefer it
@@ -101,9 +101,10 @@ def with_token(environment: Mapping[str, str], token: Path | None) -> dict[str, 
 
 
 def close_own_ray(environment: MutableMapping[str, str]) -> None:
-    """Make a Ray that this process starts answer only this process and its workers, or the token that the environment
-    has, serve no metrics and end with its head. Call it before Ray is imported, which reads ``environment`` once (ray
-    2.55.0). RAY_AUTH_MODE=disabled leaves Ray open; a cluster that RAY_ADDRESS names stays as it was started."""
+    """Close the Ray that this process starts: it answers only this process and its workers, or whoever has the token
+    in the environment, serves no metrics and ends with its head. Call this before Ray is imported, because Ray reads
+    ``environment`` once (2.55.0). RAY_AUTH_MODE=disabled leaves Ray open; a cluster that RAY_ADDRESS names stays as it
+    was started."""
     if environment.get("RAY_ADDRESS") or environment.get("RAY_AUTH_MODE") == "disabled":
         return
     environment.update({**_NO_METRICS_SERVERS, **_HEAD_IS_GONE, **environment})
@@ -112,8 +113,8 @@ def close_own_ray(environment: MutableMapping[str, str]) -> None:
 
 
 def run_node(node: Node, token: Path | None, logs: Path | None) -> int:
-    """Run this node until Ray or a signal ends it; returns the exit status. A node that was too slow for Ray, or whose
-    head was, is started again. Its processes may open many files.
+    """Run this node until Ray or a signal ends it; returns the exit status. The node is started again if it, or its
+    head, was too slow for Ray. Its processes may open many files.
 
     Args:
         token: the cluster's secret; None leaves the cluster open.
@@ -133,15 +134,16 @@ def run_node(node: Node, token: Path | None, logs: Path | None) -> int:
         slow_starts, first = 0, time.monotonic()
         while True:
             began = time.monotonic()
+            # Run it, keep its logs, and see in them whether Ray's own limits ended it.
             with tempfile.TemporaryDirectory(prefix="ray", dir=node.temporary, ignore_cleanup_errors=True) as folder:
                 status = run_and_clear(node.command(Path(folder)), environment)
                 session = Path(folder, "session_latest", "logs")
                 if logs is not None and session.is_dir():
                     shutil.copytree(session, logs, dirs_exist_ok=True, ignore_dangling_symlinks=True)
-                said, waited = session / "raylet.err", time.monotonic() - began > _WAITED
+                errors, waited = session / "raylet.err", time.monotonic() - began > _WAITED
                 has_run = (session / "ray_process_exit.log").exists()  # `ray start --block` tells what ended
-                slow = said.is_file() and (_AGENT_WAS_SLOW in said.read_bytes() or (waited and not has_run))
-                unmet = node.head is not None and not said.is_file() and waited
+                slow = errors.is_file() and (_AGENT_WAS_SLOW in errors.read_bytes() or (waited and not has_run))
+                unmet = node.head is not None and not errors.is_file() and waited
             slow_starts += slow
             if status != 1:
                 return status

@@ -36,9 +36,9 @@ class Dashboard:
         except (OSError, ValueError, KeyError, TypeError):
             return set()
 
-    def runs_a_job(self, deadline: float = math.inf) -> str | None:
-        """Submit a job that does nothing; return None if it succeeds before ``deadline`` (of ``time.monotonic``),
-        otherwise what is in the way."""
+    def obstacle_to_jobs(self, deadline: float = math.inf) -> str | None:
+        """What keeps the cluster from running jobs, found by submitting one that does nothing; None if that succeeds
+        before ``deadline`` (of ``time.monotonic``)."""
         try:
             job = self._ask("/api/jobs/", {"entrypoint": "true"})["submission_id"]
             while (status := self._ask(f"/api/jobs/{job}")["status"]) in ("PENDING", "RUNNING"):
@@ -80,7 +80,7 @@ def wait_for_nodes(dashboard: Dashboard, names: Sequence[str], seconds: float) -
                 "Often the head's address cannot be reached from there."
             )
         time.sleep(_PAUSE)
-    while (obstacle := dashboard.runs_a_job(deadline)) is not None:
+    while (obstacle := dashboard.obstacle_to_jobs(deadline)) is not None:
         if time.monotonic() > deadline:
             raise NotJoined(f"All {len(names)} nodes joined, but after {seconds:g} s Ray takes no job: {obstacle}")
         time.sleep(_PAUSE)

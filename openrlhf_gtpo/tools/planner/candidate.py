@@ -59,23 +59,23 @@ class Candidate:
         return phases
 
     def _stage_memory(self, stage: int) -> dict[str, dict[str, float]]:
-        training, assumed, away = self.training, self.engines.assumptions, self.offload and self.colocated
+        training, assumed, offloaded = self.training, self.engines.assumptions, self.offload and self.colocated
         held, engine = held_bytes(training, stage), self.engines.memory()
         context = {"context": assumed.context_bytes}
         asleep = context | ({"vllm_asleep": assumed.asleep_bytes} if self.colocated else {})
         weights, caches = {"weights": held["weights"]}, {"fp8_caches": held["fp8_caches"]}
-        # A reference that stays on the device keeps its FP8 weights, of which it needs only the rows.
-        kept = held["weights"] + (0.0 if away else held["fp8_caches"] / 2)
-        reference = {"reference": kept} if self.engines.workload.kl else {}
-        states = {} if away else {name: held[name] for name in ("gradients", "optimizer")} | caches
-        resting = {} if away else reference
+        # A reference on the device keeps its FP8 weights, but of their two copies only the rows.
+        reference_bytes = held["weights"] + (0.0 if offloaded else held["fp8_caches"] / 2)
+        reference = {"reference": reference_bytes} if self.engines.workload.kl else {}
+        states = {} if offloaded else {name: held[name] for name in ("gradients", "optimizer")} | caches
+        resting = {} if offloaded else reference
         loaded = {name: engine[name] for name in ("vllm_weights", "vllm_working")}
         # One bucket is filled while the other is sent. The embedding, or the head, has one of its own if it is larger;
         # its parts are gathered and merged beside that.
         largest, parts = 2.0 * training.shape.vocab_size * training.shape.hidden_size, 2 + 1 / training.tensor
         buckets = SYNC_BUCKET + max(SYNC_BUCKET, largest) + (largest * parts if training.tensor > 1 else 0.0)
         bucket = {"sync_bucket": buckets}
-        beside_engine = weights | states | reference if self.colocated and not away else {}
+        beside_engine = weights | states | reference if self.colocated and not offloaded else {}
         beside_trainer = context | resting | (loaded if self.colocated else {})  # the cache is asleep
         work = self.engines.workload
         tokens = min(work.micro_batch_tokens(training.layout.context_parallel_size), work.rows * work.row_length)
@@ -83,9 +83,9 @@ class Candidate:
         read = {"optimizer": held["optimizer"]}  # or written
         if training.fp8 is not None and training.fp8.primary_weights:  # checkpoints hold these weights in bfloat16
             read["bf16_copies"] = 2 * fp8_parameters(training, stage)
-        made = {"gradients": held["gradients"], "optimizer": held["optimizer"] / 3}  # only the float32 weights
+        fresh_states = {"gradients": held["gradients"], "optimizer": held["optimizer"] / 3}  # only the float32 weights
         # A checkpoint brings the moments after the gradients have left.
-        starting = max(made, read, key=lambda parts: sum(parts.values())) if away else states | read
+        starting = max(fresh_states, read, key=lambda parts: sum(parts.values())) if offloaded else states | read
         return {
             "start": asleep | weights | starting | reference,
             "forward": asleep | weights | states | caches | reference | activations,

@@ -61,11 +61,12 @@ def decode(
             del siblings[row // samples]
 
     while waiting or running:
+        # Admit waiting rows while the cache has room for their tokens and each running row's next one.
         again = []
         while waiting and len(running) < most_rows:
             row, length, done = waiting[0]
             needed = done + (0 if row // samples in siblings else prompt)
-            if needed + 1 > room() - len(running):  # each running row takes a token
+            if needed + 1 > room() - len(running):
                 break
             waiting.popleft()
             running[row] = clock - done, clock - done + length
@@ -74,6 +75,7 @@ def decode(
             responses += done
             if done:
                 again.append(needed)
+        # Decode until a row finishes: before each stretch, preempt the newest rows if the cache is full.
         finished = False
         while not finished:
             while room() < len(running):
@@ -82,7 +84,7 @@ def decode(
                 leave(row, clock - began)
             while running.get(ends[0][1], (0, 0))[1] != ends[0][0]:
                 heappop(ends)  # of a row that was preempted
-            rows = len(running)
+            rows = len(running)  # they decode until the next end, or until the cache is full
             steps = min(ends[0][0] - clock, int(room() / rows))
             yield Stretch(steps, rows, prompt + responses / rows + steps / 2, tuple(again))
             again = []

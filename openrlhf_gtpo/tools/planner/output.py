@@ -24,9 +24,9 @@ _PARTS = {
 }
 
 
-def layout_words(one: Candidate) -> str:
+def layout_words(plan: Candidate) -> str:
     """The layout in words, such as "TP4 PP2 CP1 DP4, e4m3 blockwise, recompute full"."""
-    training, fp8 = one.training, one.training.fp8
+    training, fp8 = plan.training, plan.training.fp8
     words = f"TP{training.tensor} PP{training.pipeline} CP{training.layout.context_parallel_size}"
     expert = training.layout.expert_model_parallel_size
     words += f" EP{expert}" if expert > 1 else ""
@@ -34,69 +34,71 @@ def layout_words(one: Candidate) -> str:
     return f"{words} DP{training.data_parallel}, {precision}, recompute {training.recompute}"
 
 
-def ranking(found: list[Candidate], most: int) -> str:
+def ranking(plans: list[Candidate], most: int) -> str:
     """A table with a line for each of the first ``most`` candidates."""
-    width = max(58, *(len(layout_words(one)) + 1 for one in found[:most]))
+    width = max(58, *(len(layout_words(plan)) + 1 for plan in plans[:most]))
     lines = [
         f"{'layout':{width}}{'engines':>9}{'train GiB':>11}{'rollout':>9}{'step s':>8}{'rollout':>9}{'forward':>9}"
         f"{'train':>8}{'other':>7}{'tok/s/GPU':>11}{'MFU':>6}"
     ]
-    for one in found[:most]:
-        memory = {phase: sum(parts.values()) / GIB for phase, parts in one.memory.items()}
-        engines = f"{one.engines.count}×TP{one.engines.tensor}"
+    for plan in plans[:most]:
+        memory = {phase: sum(parts.values()) / GIB for phase, parts in plan.memory.items()}
+        engines = f"{plan.engines.count}×TP{plan.engines.tensor}"
         trainer = max(memory["train"], memory["forward"])
-        line = f"{layout_words(one):{width}}{engines:>9}{trainer:11.1f}{memory['rollout']:9.1f}"
-        if one.fits:
-            seconds = one.seconds
-            line += f"{one.step_seconds:8.0f}{seconds['rollout']:9.0f}{seconds['forward']:9.0f}{seconds['train']:8.0f}"
-            line += f"{seconds['sync'] + seconds['between']:7.0f}{one.tokens_per_second:11.0f}{one.mfu:6.0%}"
+        line = f"{layout_words(plan):{width}}{engines:>9}{trainer:11.1f}{memory['rollout']:9.1f}"
+        if plan.fits:
+            seconds = plan.seconds
+            line += (
+                f"{plan.step_seconds:8.0f}{seconds['rollout']:9.0f}{seconds['forward']:9.0f}{seconds['train']:8.0f}"
+            )
+            line += f"{seconds['sync'] + seconds['between']:7.0f}{plan.tokens_per_second:11.0f}{plan.mfu:6.0%}"
         else:
-            phase, over = one.breaks
+            phase, over = plan.breaks
             line += f"   does not fit: {phase} {over / GIB:.1f} GiB too large"
         lines.append(line)
     return "\n".join(lines)
 
 
-def details(one: Candidate) -> str:
+def details(plan: Candidate) -> str:
     """Memory by phase and part, what breaks first, and seconds by phase if the engines have room for a row."""
-    count, size = one.engines.count, one.engines.tensor
-    lines = [f"{layout_words(one)}; {count} engine{'s' * (count > 1)} of {size} GPU{'s' * (size > 1)}"]
-    lines.append(f"memory of the fullest GPU, GiB (of {one.limit / GIB:.1f} that can be planned for)")
-    for phase, parts in one.memory.items():
+    count, size = plan.engines.count, plan.engines.tensor
+    lines = [f"{layout_words(plan)}; {count} engine{'s' * (count > 1)} of {size} GPU{'s' * (size > 1)}"]
+    lines.append(f"memory of the fullest GPU, GiB (of {plan.limit / GIB:.1f} that can be planned for)")
+    for phase, parts in plan.memory.items():
         named = ", ".join(
             f"{_PARTS.get(name, name)} {size / GIB:.1f}" for name, size in parts.items() if size >= 0.05 * GIB
         )
         lines.append(f"  {phase:8}{sum(parts.values()) / GIB:7.1f}  {named}")
-    if one.host_bytes:
-        on_node = one.host_bytes * one.cluster.gpus_per_node / GIB
+    if plan.host_bytes:
+        on_node = plan.host_bytes * plan.cluster.gpus_per_node / GIB
         lines.append(f"host memory of a node that offloading keeps, pinned: {on_node:.0f} GiB")
-    kept = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in one.activations().items())
-    lines.append(f"activations by recompute: {kept}")
-    phase, over = one.breaks
+    activations = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in plan.activations().items())
+    lines.append(f"activations by recompute: {activations}")
+    phase, over = plan.breaks
     room = f"{-over / GIB:.1f} GiB to spare" if over <= 0 else f"{over / GIB:.1f} GiB too large"
     lines.append(f"what breaks first: {_PARTS.get(phase, phase)} ({room})")
-    engines = one.engines
+    engines = plan.engines
     if engines.fits:
         again = f"; it fills up, and {engines.recomputed:.0%} as many tokens as the responses have are computed again"
         lines.append(
             f"an engine decodes up to {engines.most_rows} of its {engines.rows} rows at once; its KV cache holds "
             f"{engines.cache_tokens:,.0f} tokens{again if engines.recomputed else ''}"
         )
-        step = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in one.seconds.items())
+        step = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in plan.seconds.items())
         lines.append(
-            f"a step takes {one.step_seconds:.0f} s ({step}): {one.tokens_per_second:.0f} tokens/s/GPU, "
-            f"MFU of training {one.mfu:.0%}"
+            f"a step takes {plan.step_seconds:.0f} s ({step}): {plan.tokens_per_second:.0f} tokens/s/GPU, "
+            f"MFU of training {plan.mfu:.0%}"
         )
-        update = ", ".join(f"{part} {seconds:.2f}" for part, seconds in one.speed.optimizer_step().items())
+        update = ", ".join(f"{part} {seconds:.2f}" for part, seconds in plan.speed.optimizer_step().items())
         steps = engines.workload.optimizer_steps
         lines.append(f"{f'each of its {steps} optimizer steps' if steps > 1 else 'its optimizer step'}: {update}")
     return "\n".join(lines)
 
 
-def as_json(one: Candidate) -> dict[str, Any]:
+def as_json(plan: Candidate) -> dict[str, Any]:
     """Everything that the tables show, in bytes and seconds."""
-    training, fp8, engines = one.training, one.training.fp8, one.engines
-    phase, over = one.breaks
+    training, fp8, engines = plan.training, plan.training.fp8, plan.engines
+    phase, over = plan.breaks
     return {
         "layout": {
             "tensor": training.tensor,
@@ -107,23 +109,23 @@ def as_json(one: Candidate) -> dict[str, Any]:
         },
         "fp8": None if fp8 is None else {"mode": fp8.mode, "recipe": fp8.recipe, "param": fp8.primary_weights},
         "recompute": training.recompute,
-        "training_gpus": one.cluster.gpus,
+        "training_gpus": plan.cluster.gpus,
         "engines": {"count": engines.count, "tensor": engines.tensor, "gpus": engines.gpus},
-        "fits": one.fits,
-        "memory_bytes": one.memory,
-        "activation_bytes": one.activations(),
-        "limit_bytes": one.limit,
-        "host_bytes_per_gpu": one.host_bytes,
+        "fits": plan.fits,
+        "memory_bytes": plan.memory,
+        "activation_bytes": plan.activations(),
+        "limit_bytes": plan.limit,
+        "host_bytes_per_gpu": plan.host_bytes,
         "breaks_first": {"phase": phase, "bytes_over": over},
-        "seconds": one.seconds if one.fits else None,
-        "optimizer_step_seconds": one.speed.optimizer_step() if one.fits else None,
-        "step_seconds": one.step_seconds if one.fits else None,
-        "tokens_per_second_per_gpu": one.tokens_per_second if one.fits else None,
-        "mfu": one.mfu if one.fits else None,
+        "seconds": plan.seconds if plan.fits else None,
+        "optimizer_step_seconds": plan.speed.optimizer_step() if plan.fits else None,
+        "step_seconds": plan.step_seconds if plan.fits else None,
+        "tokens_per_second_per_gpu": plan.tokens_per_second if plan.fits else None,
+        "mfu": plan.mfu if plan.fits else None,
     }
 
 
-def launch_script(one: Candidate, *, algorithm: str, model: str, command: str) -> str:
+def launch_script(plan: Candidate, *, algorithm: str, model: str, command: str) -> str:
     """A bash script to run from the project's root; every variable can be overridden from the environment.
 
     Args:
@@ -131,14 +133,14 @@ def launch_script(one: Candidate, *, algorithm: str, model: str, command: str) -
         model: the launcher's MODEL.
         command: the command line that made the plan, for the script's header.
     """
-    training, engines, work, fp8 = one.training, one.engines, one.engines.workload, one.training.fp8
+    training, engines, work, fp8 = plan.training, plan.engines, plan.engines.workload, plan.training.fp8
     context = training.layout.context_parallel_size
     variables: dict[str, dict[str, object]] = {
         "What is trained": {"ALGORITHM": algorithm, "MODEL": model},
         "Where": {
-            "PLACEMENT": "colocated" if one.colocated else "split",
-            "NODES": one.cluster.nodes,
-            "GPUS_PER_NODE": one.cluster.gpus_per_node,
+            "PLACEMENT": "colocated" if plan.colocated else "split",
+            "NODES": plan.cluster.nodes,
+            "GPUS_PER_NODE": plan.cluster.gpus_per_node,
         },
         "The actor on Megatron": {
             "TENSOR_PARALLEL": training.tensor,
@@ -169,7 +171,7 @@ def launch_script(one: Candidate, *, algorithm: str, model: str, command: str) -
         f"\n# {title}\n" + "".join(f'export {name}="${{{name}-{_inside(value)}}}"\n' for name, value in group.items())
         for title, group in variables.items()
     )
-    flags = trainer_flags(one)
+    flags = trainer_flags(plan)
     extra = f"""
 # Trainer flags that {LAUNCHER} has no variable for; it puts them before those that are given after --.
 # shellcheck disable=SC2034
@@ -179,8 +181,8 @@ planned=({" ".join(flags)})
     return f"""\
 #!/usr/bin/env bash
 # Run from the project's root; written by
-{header}# Planned: {layout_words(one)}; a step of {one.step_seconds:.0f} s, {one.tokens_per_second:.0f} tokens/s on \
-each of {one.gpus} GPUs.
+{header}# Planned: {layout_words(plan)}; a step of {plan.step_seconds:.0f} s, {plan.tokens_per_second:.0f} tokens/s \
+on each of {plan.gpus} GPUs.
 # Every variable can be overridden from the environment; those not listed here keep the defaults of train.sh.
 {groups}{extra if flags else ""}
 if [[ ! -f {LAUNCHER} ]]; then
@@ -192,27 +194,27 @@ source {LAUNCHER} gtpo_colocated "$@"
 """
 
 
-def trainer_flags(one: Candidate) -> list[str]:
+def trainer_flags(plan: Candidate) -> list[str]:
     """Trainer flags that the plan relies on and the launcher has no variable for."""
-    expert, work = one.training.layout.expert_model_parallel_size, one.engines.workload
+    expert, work = plan.training.layout.expert_model_parallel_size, plan.engines.workload
     flags = []
     if expert > 1:
         flags.append(f"--megatron.expert_model_parallel_size {expert}")
-    if not one.training.distributed_optimizer:
+    if not plan.training.distributed_optimizer:
         flags.append("--no-megatron.use_distributed_optimizer")
-    if not one.engines.assumptions.overlap:
+    if not plan.engines.assumptions.overlap:
         flags.append("--megatron.ddp overlap_grad_reduce=false --megatron.ddp overlap_param_gather=false")
     if work.entropy != "actor":
         flags.append(f"--rollout.entropy {work.entropy}")
     if work.kl:  # the plan does not choose the coefficient
         flags.append('--algo.kl.init_coef "${KL:?must be set to the coefficient of the planned KL term}"')
         flags.append('--ref.num_nodes "$NODES" --ref.num_gpus_per_node "$GPUS_PER_NODE"')
-        flags += [] if one.colocated else ["--train.colocate_actor_ref"]
+        flags += [] if plan.colocated else ["--train.colocate_actor_ref"]
         flags += [] if work.entropy == "actor" else ["--algo.kl.use_loss"]
     if work.log_probs != "actor":  # with the correction that it requires
         flags.append(f"--rollout.log_probs {work.log_probs} --algo.advantage.is_correction_level token")
-    if one.engines.assumptions.lm_head_mb != Assumptions.lm_head_mb:
-        flags.append(f"--megatron.lm_head_mb {one.engines.assumptions.lm_head_mb}")
+    if plan.engines.assumptions.lm_head_mb != Assumptions.lm_head_mb:
+        flags.append(f"--megatron.lm_head_mb {plan.engines.assumptions.lm_head_mb}")
     return flags
 
 

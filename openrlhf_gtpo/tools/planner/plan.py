@@ -1,6 +1,6 @@
 """Ranks all candidates for a model, a cluster and a workload; if none fits, finds the smallest cluster where one does.
-The actor's own rules (``megatron.parallel.layout``, ``megatron.fp8.options``) say which layouts and precisions are
-legal, with OpenRLHF's requirements on batches."""
+The actor's own rules (``megatron.parallel.layout``, ``megatron.fp8.options``) and OpenRLHF's requirements on batches
+decide which layouts and precisions are legal."""
 
 import math
 from dataclasses import dataclass, replace
@@ -98,17 +98,18 @@ def candidates(request: Request) -> list[Candidate]:
             f"{work.row_length} tokens, and this model has {most} positions "
             "(max_position_embeddings); give shorter ones."
         )
-    found: list[Candidate] = []
+    # Divide the GPUs, then vary layout, precision and recompute. If nothing is legal, the first refusal is raised.
+    legal: list[Candidate] = []
     refusals: list[SettingError] = []
     for training_gpus, rollout_gpus in _divisions(request):
         cluster = request.cluster.of(training_gpus)
         try:
             engines = _engines(request, rollout_gpus)
-            legal = _layouts(request, cluster)
+            layouts = _layouts(request, cluster)
         except SettingError as error:
             refusals.append(error)
             continue
-        for layout in legal:
+        for layout in layouts:
             try:
                 precisions = _precisions(request, cluster, layout)
             except SettingError as error:
@@ -131,10 +132,10 @@ def candidates(request: Request) -> list[Candidate]:
                     fp8=fp8,
                     lm_head_bytes=request.assumptions.lm_head_mb * 2**20,
                 )
-                found.append(Candidate(training, cluster, engines, request.colocated, request.offload))
-    if not found:
+                legal.append(Candidate(training, cluster, engines, request.colocated, request.offload))
+    if not legal:
         raise refusals[0]
-    return sorted(found, key=lambda one: (not one.fits, *(one.preference if one.fits else (one.breaks[1],))))
+    return sorted(legal, key=lambda plan: (not plan.fits, *(plan.preference if plan.fits else (plan.breaks[1],))))
 
 
 def _divisions(request: Request) -> list[tuple[int, int]]:
@@ -169,7 +170,7 @@ def _engines(request: Request, gpus: int) -> Engines:
     Raises:
         SettingError: vLLM, the GPUs or a node do not allow the tensor-parallel size that was asked for.
     """
-    assumed, shape, asked = request.assumptions, request.shape, request.vllm_tensor
+    assumed, shape, requested = request.assumptions, request.shape, request.vllm_tensor
     most, share = request.cluster.gpus_per_node, request.vllm_memory
     if share is None:
         share = assumed.vllm_memory_shared if request.colocated else assumed.vllm_memory
@@ -179,16 +180,17 @@ def _engines(request: Request, gpus: int) -> Engines:
     largest = math.gcd(heads, columns, vocabulary, gpus, most)
     shared = [size for size in range(1, largest + 1) if largest % size == 0]
     legal = [size for size in shared if groups % size == 0 or size % groups == 0]
-    if asked is not None and asked not in legal:
+    if requested is not None and requested not in legal:
         raise SettingError(
-            f"$vllm_tensor_parallel {asked} must divide the {heads} attention heads, the {columns} columns of the MLP "
-            f"and the {vocabulary} of the vocabulary, the {gpus} GPUs of the rollout and the {most} of a node, and "
-            f"divide the {groups} key-value heads or be a multiple of them; it can be {', '.join(map(str, legal))}."
+            f"$vllm_tensor_parallel {requested} must divide the {heads} attention heads, the {columns} columns of the "
+            f"MLP and the {vocabulary} of the vocabulary, the {gpus} GPUs of the rollout and the {most} of a node, "
+            f"and divide the {groups} key-value heads or be a multiple of them; "
+            f"it can be {', '.join(map(str, legal))}."
         )
-    cluster, sizes = request.cluster.of(gpus), legal if asked is None else [asked]
-    made = [Engines(shape, cluster, gpus, size, share, request.workload, assumed) for size in sizes]
-    fitting = [engines for engines in made if engines.fits]
-    return min(fitting, key=lambda engines: engines.seconds) if fitting else made[-1]
+    cluster, sizes = request.cluster.of(gpus), legal if requested is None else [requested]
+    choices = [Engines(shape, cluster, gpus, size, share, request.workload, assumed) for size in sizes]
+    fitting = [engines for engines in choices if engines.fits]
+    return min(fitting, key=lambda engines: engines.seconds) if fitting else choices[-1]
 
 
 def _layouts(request: Request, cluster: Cluster) -> list[Layout]:
@@ -200,7 +202,7 @@ def _layouts(request: Request, cluster: Cluster) -> list[Layout]:
         SettingError: none is legal; the message says why the first is not.
     """
     config, batch, node = request.config, request.workload.batch, request.cluster.gpus_per_node
-    found, refusals = [], []
+    layouts, refusals = [], []
     for tensor, pipeline, context, expert in product(
         [request.tensor] if request.tensor else legal_tensor_parallel_sizes(config),
         [request.pipeline] if request.pipeline else legal_pipeline_parallel_sizes(config),
@@ -222,23 +224,24 @@ def _layouts(request: Request, cluster: Cluster) -> list[Layout]:
                     f"do not divide the {batch} responses of an optimizer step; "
                     "give larger parallel sizes or another $train_batch."
                 )
-            found.append(layout)
+            layouts.append(layout)
         except SettingError as error:
             refusals.append(error)
-    if not found:
+    if not layouts:
         raise refusals[0]
-    return found
+    return layouts
 
 
 def _precisions(request: Request, cluster: Cluster, layout: Layout) -> list[Fp8Options | None]:
-    """The precisions that the GPU and the matrix widths allow: bfloat16 (None) and FP8 recipes.
+    """The precisions that the request, the GPU and the matrix widths allow: bfloat16 (None) and FP8 recipes.
 
     Raises:
-        SettingError: the precision that was asked for is not legal.
+        SettingError: the request is for FP8, and no recipe of it is legal.
     """
     if request.fp8 == "off":
         return [None]
-    found: list[Fp8Options | None] = [] if request.fp8 or request.fp8_recipe or request.fp8_param else [None]
+    only_fp8 = request.fp8 or request.fp8_recipe or request.fp8_param
+    precisions: list[Fp8Options | None] = [] if only_fp8 else [None]
     refusals = []
     for recipe in [request.fp8_recipe] if request.fp8_recipe else RECIPES:
         mode = request.fp8 or ("e4m3" if recipe == "blockwise" else "hybrid")
@@ -249,12 +252,12 @@ def _precisions(request: Request, cluster: Cluster, layout: Layout) -> list[Fp8O
                     f"$fp8 {mode} with the recipe {recipe} does not run on {cluster.gpu.name}; leave it out."
                 )
             check_fp8(options, request.config, layout, cuda=True)
-            found.append(options)
+            precisions.append(options)
         except SettingError as error:
             refusals.append(error)
-    if not found:
+    if not precisions:
         raise refusals[0]
-    return found
+    return precisions
 
 
 def smallest_cluster(request: Request) -> Candidate | None:

@@ -176,30 +176,30 @@ def held_bytes(training: Training, stage: int) -> dict[str, float]:
     (float32 weights and AdamW's two moments) and ``fp8_caches``."""
     parts, fp8 = training.stage_parameters(stage), training.fp8
     experts = parts.get("experts", 0)
-    rest = sum(parts.values()) - experts
-    shard: float = rest + experts
+    dense = sum(parts.values()) - experts
+    shard: float = dense + experts
     if training.distributed_optimizer:
         replicas = training.replicas
-        shard = rest / replicas + experts * training.layout.expert_model_parallel_size / replicas
+        shard = dense / replicas + experts * training.layout.expert_model_parallel_size / replicas
     in_fp8 = fp8_parameters(training, stage)
     # Transformer Engine keeps a weight's rows and columns, a byte each: Hopper multiplies in only one orientation.
-    of_fp8 = in_fp8 * (1 if fp8 is None or fp8.emulated else 2 * training.input_bytes)
+    fp8_bytes = in_fp8 * (1 if fp8 is None or fp8.emulated else 2 * training.input_bytes)
     primary = fp8 is not None and fp8.primary_weights
     return {
-        "weights": 2.0 * (rest + experts - in_fp8) + of_fp8 if primary else 2.0 * (rest + experts),
-        "gradients": 4.0 * (rest + experts),
+        "weights": 2.0 * (dense + experts - in_fp8) + fp8_bytes if primary else 2.0 * (dense + experts),
+        "gradients": 4.0 * (dense + experts),
         "optimizer": 12.0 * shard,
-        "fp8_caches": 0.0 if primary or fp8 is None or fp8.emulated else of_fp8,
+        "fp8_caches": 0.0 if primary or fp8 is None or fp8.emulated else fp8_bytes,
     }
 
 
 def activation_bytes(training: Training, stage: int) -> float:
     """Peak bytes that all micro-batches in flight keep for the backward pass."""
     hidden, tokens = training.shape.hidden_size, training.rank_tokens
-    one = training.shape.num_layers // training.pipeline * layer_bytes(training)
+    stage_layers = training.shape.num_layers // training.pipeline * layer_bytes(training)
     # A stage's input and the output that it has sent stay until their backward pass.
     ends = (stage > 0) + (stage < training.pipeline - 1)
-    kept = training.in_flight(stage) * (one + ends * 2 * hidden * training.spread) * tokens
+    kept = training.in_flight(stage) * (stage_layers + ends * 2 * hidden * training.spread) * tokens
     if training.sequence_parallel:
         kept += 2 * hidden * tokens  # Megatron's buffer of gathered inputs, which is never freed
     return kept
@@ -236,23 +236,23 @@ def temporary_bytes(training: Training, stage: int) -> dict[str, float]:
         kept = (6 if local else 4) * hidden * share * tokens
         moments |= {"final_norm": norm + waiting, "head": kept + head_bytes(training)}
     if stage == 0:
-        gone = activation_bytes(training, stage) / max(1, training.in_flight(stage))
-        moments["embedding"] = waiting + gradient / 2 * embedding - gone
+        freed = activation_bytes(training, stage) / max(1, training.in_flight(stage))
+        moments["embedding"] = waiting + gradient / 2 * embedding - freed
     return moments | (_host_moments(training, stage) if local else {})
 
 
 def _host_moments(training: Training, stage: int) -> dict[str, float]:
     """Memory at the moments after the backward pass on a host without CUDA; elsewhere NCCL and fused kernels need next
     to nothing."""
-    shape, gone = training.shape, activation_bytes(training, stage)
+    shape, freed = training.shape, activation_bytes(training, stage)
     largest: float = 2 * shape.hidden_size * shape.intermediate_size / training.tensor
     if stage in training.ends:
         largest = max(largest, shape.embedding_parameters(training.tensor))
     if not training.distributed_optimizer:
-        return {"adam": 8 * largest - gone}
+        return {"adam": 8 * largest - freed}
     return {
-        "adam": 8 * largest / training.data_parallel - gone,  # two float32 intermediate results per parameter
-        "reduction": held_bytes(training, stage)["gradients"] - gone,  # gloo's copy of the gradient buffer
+        "adam": 8 * largest / training.data_parallel - freed,  # two float32 intermediate results per parameter
+        "reduction": held_bytes(training, stage)["gradients"] - freed,  # gloo's copy of the gradient buffer
     }
 
 

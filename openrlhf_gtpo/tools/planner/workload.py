@@ -132,8 +132,8 @@ def _first_fit(work: Workload, rows: int, most: int) -> tuple[int, float]:
     sums: list[float] = []
     for length in reversed(work.lengths(rows)):
         tokens = work.prompt + length
-        for i, held in enumerate(sums):
-            if held + tokens <= most:
+        for i, total in enumerate(sums):
+            if total + tokens <= most:
                 sums[i] += tokens
                 break
         else:

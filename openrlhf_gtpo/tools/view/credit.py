@@ -38,15 +38,15 @@ def read_methods(texts: Sequence[str], dump: RolloutDump) -> list[Method]:
     Raises:
         ValueError: a name, field or value does not exist.
     """
-    own = dump.settings["estimator"]
+    run_estimator = dump.settings["estimator"]
     methods = []
-    shown = [name for name, kind in ESTIMATORS.items() if kind.parts or name == own]
-    for text in texts or sorted(shown, key=lambda name: name != own):
+    shown = [name for name, kind in ESTIMATORS.items() if kind.parts or name == run_estimator]
+    for text in texts or sorted(shown, key=lambda name: name != run_estimator):
         name, *pairs = text.split(":")
         if name not in ESTIMATORS:
             raise ValueError(f"Expected --estimators of {', '.join(ESTIMATORS)}, got {name!r}.")
         kind = ESTIMATORS[name].config
-        settings = _run_settings(kind, dump.settings["config"] or {}) if name == own else {}
+        settings = _run_settings(kind, dump.settings["config"] or {}) if name == run_estimator else {}
         types = typing.get_type_hints(kind)
         for pair in pairs:
             field, _, value = pair.partition("=")
@@ -73,8 +73,8 @@ def _value(text: str, kind: Any, value: str) -> Any:
     try:
         return kinds[kind](value)
     except (KeyError, ValueError):
-        wanted = "true or false" if kind is bool else f"a {kind.__name__}"
-        raise ValueError(f"--estimators {text}: expected {wanted}, got {value!r}.") from None
+        expected = "true or false" if kind is bool else f"a {kind.__name__}"
+        raise ValueError(f"--estimators {text}: expected {expected}, got {value!r}.") from None
 
 
 def credit(dump: RolloutDump, method: Method) -> Credit:

@@ -97,50 +97,55 @@ def _method(method: Method) -> dict[str, Any]:
 
 def _step(dump: RolloutDump, methods: Sequence[Method], part: float, packed: Packed) -> dict[str, Any]:
     columns, settings = dump.columns, dump.settings
-    notes = [f"Not in the dump: {what}." for name, what in _MISSING.items() if columns[name] is None]
+    notes = [f"Not in the dump: {missing}." for name, missing in _MISSING.items() if columns[name] is None]
     if len(columns["row"]) < settings["batch_rows"]:
         notes.append("A dump holds a sample of a step's groups; statistics over a batch are of that sample.")
     rows = _sampled_rows(dump, part)
     if len(rows) < len(columns["row"]):
         notes.append("More tokens than --max-tokens: the page shows a sample of the groups, credited among all.")
 
+    # Of each token its row; of the rows that are shown, the tokens, their mask and the rows' lengths.
     token_rows: np.ndarray = np.repeat(np.arange(len(columns["row"])), np.diff(columns["mask"].offsets))
     shown = np.isin(token_rows, rows)
     mask = columns["mask"].values[shown]
     lengths = np.diff(columns["mask"].offsets)[rows]
 
-    def of_rows(values: Any) -> list[Any]:
+    def printed_rows(values: Any) -> list[Any]:
         return [_printed(values[row].item()) for row in rows]
 
-    def of_tokens(values: np.ndarray) -> int:
+    def pack_tokens(values: np.ndarray) -> int:
         return packed.array(decimal_codes(np.where(mask, values[shown], np.nan)))
 
-    def of_column(name: str) -> int | None:
-        return None if columns[name] is None else of_tokens(columns[name].values)
+    def pack_column(name: str) -> int | None:
+        return None if columns[name] is None else pack_tokens(columns[name].values)
 
-    def of_batch(values: Tensor) -> np.ndarray:
+    def flatten(values: Tensor) -> np.ndarray:
         """(B, T) to the tokens of all rows, one row after another."""
         width = np.diff(columns["mask"].offsets)[:, None]
         array: np.ndarray = values.numpy()
         return array[np.arange(array.shape[1]) < width]
 
-    def of_part(values: Tensor | None) -> Any:
-        return None if values is None else of_tokens(of_batch(values)) if values.dim() == 2 else of_rows(values)
+    def pack_part(values: Tensor | None) -> Any:
+        return None if values is None else pack_tokens(flatten(values)) if values.dim() == 2 else printed_rows(values)
 
+    # Credit by each method.
     credits: list[Any] = []
     own_is_shown = False  # whether a method has the run's own advantages
     for method in methods:
         try:
-            made = credit(dump, method)
+            credited = credit(dump, method)
         except ValueError as error:
             credits.append(None)
             notes.append(f"Not credited by {method.label}: {error}")
             continue
-        advantages = of_batch(made.advantages)
+        advantages = flatten(credited.advantages)
         own_is_shown |= method.name == settings["estimator"] and _equal(advantages, columns["advantages"].values)
-        parts = {name: of_part(getattr(made.parts, name, None)) for name in CreditParts._fields}
-        credits.append({"success": made.success[rows].int().tolist(), "advantage": of_tokens(advantages), **parts})
+        parts = {name: pack_part(getattr(credited.parts, name, None)) for name in CreditParts._fields}
+        credits.append(
+            {"success": credited.success[rows].int().tolist(), "advantage": pack_tokens(advantages), **parts}
+        )
 
+    # A row's mean advantage over its action tokens.
     counted, num_rows = columns["mask"].values, len(columns["row"])
     sums = np.bincount(token_rows, columns["advantages"].values * counted, num_rows)
     means = sums / np.maximum(1, np.bincount(token_rows, counted, num_rows))  # 0 for a row without action tokens
@@ -154,19 +159,19 @@ def _step(dump: RolloutDump, methods: Sequence[Method], part: float, packed: Pac
         "row": columns["row"][rows].tolist(),
         "group": columns["group"][rows].tolist(),
         "prompt": [packed.prompts.setdefault(columns["prompt"][row], len(packed.prompts)) for row in rows],
-        "outcome": of_rows(columns["outcome"]),
-        "penalty": of_rows(columns["length_penalty"]),
+        "outcome": printed_rows(columns["outcome"]),
+        "penalty": printed_rows(columns["length_penalty"]),
         "truncated": columns["truncated"][rows].astype(int).tolist(),
         "guided": None if columns["guided"] is None else columns["guided"][rows].astype(int).tolist(),
-        "advantage": of_rows(means),
+        "advantage": printed_rows(means),
         "pieces": packed.array(np.array([ids.setdefault(piece, len(ids)) for piece in pieces], np.uint32)),
         "mask": packed.array(mask.astype(np.uint8)),
-        "entropy": of_column("entropy"),
-        "log_prob": of_column("log_probs"),
-        "sampler": of_column("rollout_log_probs"),
-        "ratio": of_column("ratio"),
-        "clipped": of_column("clipped"),
-        "trained": None if own_is_shown else of_tokens(columns["advantages"].values),
+        "entropy": pack_column("entropy"),
+        "log_prob": pack_column("log_probs"),
+        "sampler": pack_column("rollout_log_probs"),
+        "ratio": pack_column("ratio"),
+        "clipped": pack_column("clipped"),
+        "trained": None if own_is_shown else pack_tokens(columns["advantages"].values),
         "credits": credits,
     }
 
@@ -181,16 +186,16 @@ def _sampled_rows(dump: RolloutDump, part: float) -> np.ndarray:
     lengths = np.diff(dump.columns["tokens"].offsets)
     room = part * lengths.sum()
     chosen: list[int] = []
-    for one in order:
-        room -= lengths[group == one].sum()
+    for group_id in order:
+        room -= lengths[group == group_id].sum()
         if chosen and room < 0:
             break
-        chosen.append(one)
+        chosen.append(group_id)
     return np.flatnonzero(np.isin(group, chosen))
 
 
-def _equal(one: np.ndarray, other: np.ndarray) -> bool:
-    return bool(np.abs(one - other).max(initial=0) <= _SAME * max(1.0, np.abs(other).max(initial=0)))
+def _equal(values: np.ndarray, reference: np.ndarray) -> bool:
+    return bool(np.abs(values - reference).max(initial=0) <= _SAME * max(1.0, np.abs(reference).max(initial=0)))
 
 
 def _printed(value: float) -> float | None:
