@@ -57,7 +57,7 @@ def exit_status(
         mistakes: exceptions that are the user's error, besides :class:`UsageError` and :class:`LaunchError`.
         interrupted: the sentence after Ctrl-C.
     """
-    said: tuple[type[Exception], ...] = (UsageError, LaunchError, TrainingStopped, ProcessFailed, *mistakes)
+    reported: tuple[type[Exception], ...] = (UsageError, LaunchError, TrainingStopped, ProcessFailed, *mistakes)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # of a terminal or pipe that has no × or ±
     try:
@@ -71,7 +71,7 @@ def exit_status(
         if is_first_process():
             print(f"{command}: {interrupted}", file=sys.stderr)
         return 128 + signal.SIGINT
-    except said as error:
+    except reported as error:
         if is_first_process():
             print(f"{command}: {error}", file=sys.stderr)
         return 1 if isinstance(error, TrainingStopped | ProcessFailed) else 2
@@ -79,16 +79,16 @@ def exit_status(
 
 
 def hide_key() -> None:
-    """Start this process anew if its command line has W&B's key: then WANDB_API_KEY has it, and the command line that
-    name. To be called before the slow imports.
+    """If the command line has W&B's key, put the key into WANDB_API_KEY, and start this process anew with that name in
+    its place. To be called before the slow imports.
 
     A command line is visible in every user's ``ps``, in Ray's record of the job and in a benchmark's results; an
-    environment, only to its own user. A new title (setproctitle) would not do: it is ignored without a word once the
+    environment, only to its own user. A new title (setproctitle) would not do: it is silently ignored once the
     environment's first variable has been written again, as any import may do.
     """
-    given = "\0".join(sys.argv[1:])  # no word contains this; a benchmark's --compare has flags within a word
-    keys = [key for _, key in re.findall(_KEY_FLAG, given) if key != _KEY]
+    command_line = "\0".join(sys.argv[1:])  # no word contains this; a benchmark's --compare has flags within a word
+    keys = [key for _, key in re.findall(_KEY_FLAG, command_line) if key != _KEY]
     if keys:
         os.environ[_KEY] = keys[-1]
-        words = re.sub(_KEY_FLAG, rf"\g<1>{_KEY}", given).split("\0")
+        words = re.sub(_KEY_FLAG, rf"\g<1>{_KEY}", command_line).split("\0")
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1 : -len(words)], *words])

@@ -50,8 +50,8 @@ def answer(model: str, question: str, max_tokens: int) -> str:
     ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
     causal_lm.generation_config = GenerationConfig(eos_token_id=sorted(ends) or None, min_new_tokens=1)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    made = causal_lm.to(device).generate(tokens.to(device), max_new_tokens=max_tokens)
-    return tokenizer.decode(made[0, tokens.shape[1] :], skip_special_tokens=True).strip()
+    generated = causal_lm.to(device).generate(tokens.to(device), max_new_tokens=max_tokens)
+    return tokenizer.decode(generated[0, tokens.shape[1] :], skip_special_tokens=True).strip()
 
 
 if __name__ == "__main__":

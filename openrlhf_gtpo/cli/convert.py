@@ -27,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Return 0, 2 after one sentence on stderr if the user's input cannot be used, or 1 if a process
     failed otherwise."""
     args = build_parser().parse_args(argv)
-    # Before anything detects the platform: a model too large for any single device fits in the host's memory.
+    # On the CPU, because the host's memory has room for a model that is too large for any single device. Set before
+    # anything detects the platform.
     os.environ[PLATFORM_VARIABLE] = "cpu"
     return exit_status(f"convert {args.command}", lambda: _convert(args), ValueError, OSError)
 

@@ -22,9 +22,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shared", metavar="FILE", help="a file that another node wrote to a folder that all share")
     parser.add_argument("--temporary", default="/tmp", metavar="DIR", help="this node's folder for Ray's files")
     args = parser.parse_args(argv)
-    found: list[str] = []
+    statuses: list[str] = []
 
-    def look() -> None:
+    def run_checks() -> None:
         for name, check in doctor.CHECKS.items():
             try:
                 line = check(args)
@@ -32,10 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 line = doctor.wrong(str(error))
             except Exception as error:  # whatever an import or a file system may raise on a broken node
                 line = doctor.wrong(f"{type(error).__name__}: {one_line(error):.300}")
-            found.append(line.status)
+            statuses.append(line.status)
             print(f"{line.status:<8} {name}: {line.text}", flush=True)
 
-    return exit_status("doctor", look) or int("wrong" in found)
+    return exit_status("doctor", run_checks) or int("wrong" in statuses)
 
 
 if __name__ == "__main__":

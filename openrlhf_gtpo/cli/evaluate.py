@@ -4,8 +4,8 @@ Asks a model each question of some data sets several times, through vLLM, and pr
 majority@k, lengths and how many answers were cut off, each with its standard error over questions. Flags that training
 has too mean the same here. DIR gets a file of answers for each data set, each question's scores as scores.json, and
 the table as table.md and summary.json; after an interruption, the same command resumes. majority@k needs a reward file
-that has, besides `reward_func`, `answer_of` with the same arguments, which returns an answer as text or None; those of
-`openrlhf_gtpo.tasks` have it.
+with a second function beside `reward_func`: `answer_of`, with the same arguments, returns an answer as text or None.
+Those of `openrlhf_gtpo.tasks` have it.
 """
 
 import argparse
@@ -143,22 +143,24 @@ def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> 
     from openrlhf_gtpo.algorithms import success
     from openrlhf_gtpo.scoring.answers import answer, load_engine, questions_of, read_answers
 
+    # One file of answers for each data set, beside the scores of an earlier call.
     run, tokenizer, reward = checked_inputs(flags, model)
     source = flags["reward.remote_url"]
     sets = [name.strip() for name in flags["eval.dataset"].split(",")]
-    places = [Path(name.partition("@")[0]) for name in sets]
-    paths = [args.output / f"{place.stem if place.is_file() else place.name}.jsonl" for place in places]
+    sources = [Path(name.partition("@")[0]) for name in sets]
+    paths = [args.output / f"{place.stem if place.is_file() else place.name}.jsonl" for place in sources]
     answer_of = getattr(reward, "__globals__", {}).get("answer_of")
     before = args.output / "scores.json"
     try:
-        known = json.loads(before.read_bytes())["scores"].keys() if before.exists() else set()
+        earlier = json.loads(before.read_bytes())["scores"].keys() if before.exists() else set()
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{before} is not what cli.evaluate writes; name another folder, or remove it.") from error
-    for name in sorted(known - {path.stem for path in paths}):
+    for name in sorted(earlier - {path.stem for path in paths}):
         raise UsageError(
             f"{before} has the scores of {name} too, which this evaluation would drop; name another folder, or "
             f"{name}'s data set as well."
         )
+    # Of each data set: questions, the settings that its answers depend on, and the answers that are there already.
     work = {}
     for name, path in zip(sets, paths, strict=True):
         if path in work:
@@ -177,6 +179,7 @@ def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> 
             "reward": _digest(Path(source).read_text("utf-8")),
         }
         work[path] = questions, settings, read_answers(path, settings)
+    # Answer what is left, and score everything.
     args.output.mkdir(parents=True, exist_ok=True)
     engine = None
     if any(len(rows) < len(questions) for questions, _, rows in work.values()):
@@ -190,9 +193,9 @@ def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> 
         path.stem: settings | {"success_threshold": args.success_threshold} for path, (_, settings, _) in work.items()
     }
     digests = {name: settings["questions"] for name, settings in used.items()}
-    found = {"questions": digests, "settings": used, "scores": scores}
-    replace_text(args.output / "scores.json", json.dumps(found) + "\n")
-    summaries = {name: summarize(found) for name, found in scores.items()}
+    results = {"questions": digests, "settings": used, "scores": scores}
+    replace_text(args.output / "scores.json", json.dumps(results) + "\n")
+    summaries = {name: summarize(by_measure) for name, by_measure in scores.items()}
     replace_text(args.output / "summary.json", json.dumps(summaries, indent=1) + "\n")
     text = table(summaries)
     (args.output / "table.md").write_text(text)

@@ -29,8 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("file", type=Path, metavar="FILE", help="a YAML file: docs/experiments.md")
     parser.add_argument("--dry-run", action="store_true", help="check everything and list the runs")
     args = parser.parse_args(argv)
-    said = "interrupted; the same command resumes it."
-    return exit_status("experiment", lambda: _experiment(args), OSError, interrupted=said)
+    interrupted = "interrupted; the same command resumes it."
+    return exit_status("experiment", lambda: _experiment(args), OSError, interrupted=interrupted)
 
 
 def _experiment(args: argparse.Namespace) -> None:
@@ -57,9 +57,9 @@ def _check(grid: Grid) -> None:
     """Refuse combinations that cannot work. Seeds do not matter, so the first untrained run of each is checked."""
     from openrlhf_gtpo.training.run import check, parse
 
-    left = {run.label: run for run in reversed(grid.runs) if not is_trained(run)}
+    untrained = {run.label: run for run in reversed(grid.runs) if not is_trained(run)}
     parsed = {}
-    for label, run in reversed(left.items()):
+    for label, run in reversed(untrained.items()):
         # What a run without a checkpoint has left is removed when it starts anew.
         resume = {"ckpt.load_enable": True} if has_checkpoint(run) else places(run.folder / "new")
         with _named(label):
@@ -90,8 +90,8 @@ def _check(grid: Grid) -> None:
                 raise UsageError(
                     "data.label_key is missing, and training has it; without it the reward gets no answers."
                 )
-            given = parser.parse_args([*words(grid.evaluate), "--model", "MODEL", "--output", "OUTPUT"])
-            flags = evaluate.checked_flags(given)
+            evaluation = parser.parse_args([*words(grid.evaluate), "--model", "MODEL", "--output", "OUTPUT"])
+            flags = evaluate.checked_flags(evaluation)
             trained = (run.folder / "model" for run in grid.runs if is_trained(run) and not is_finished(run, grid))
             for model in {args.actor.model_name_or_path for args in parsed.values()} | {*map(str, trained)}:
                 evaluate.checked_inputs(flags, model)
@@ -123,9 +123,9 @@ def _write_results(grid: Grid) -> None:
         (grid.output / "table.md").write_text(table, encoding="utf-8")
         plot_comparison(runs, grid.output / "curves.png", str(grid.output))
         print(table, end="")
-        found, unfinished = find_runs([str(grid.output)], {run.folder for run in grid.runs})
-        baseline = grid.baseline if any(label.split("/")[0] == grid.baseline for label in found) else None
-        print(write_page(found, grid.output / "report", str(grid.output), baseline, unfinished))
+        labeled, unfinished = find_runs([str(grid.output)], {run.folder for run in grid.runs})
+        baseline = grid.baseline if any(label.split("/")[0] == grid.baseline for label in labeled) else None
+        print(write_page(labeled, grid.output / "report", str(grid.output), baseline, unfinished))
     finished = sum(map(len, runs.values()))
     if finished < len(grid.runs):
         print(f"{finished} of {len(grid.runs)} runs are finished.")

@@ -133,13 +133,13 @@ def _plan(args: argparse.Namespace, words: list[str]) -> None:
             "--emit writes a script that offloads, as the launcher does for colocated engines; drop --no-offload."
         )
     request = _request(args)
-    found = candidates(request)
-    best = found[0]
+    ranked = candidates(request)
+    best = ranked[0]
     if args.json:
-        listed = [output.as_json(one) for one in found[: args.top]]
+        listed = [output.as_json(candidate) for candidate in ranked[: args.top]]
         print(json.dumps({"assumptions": asdict(request.assumptions), "candidates": listed}, indent=1))
     else:
-        _print(args, request, found)
+        _print(args, request, ranked)
     if not best.fits:
         raise UsageError(_nowhere(args, request, best))
     if args.emit is not None:
@@ -205,18 +205,18 @@ def _command(words: list[str]) -> str:
     return shlex.join(["python3", "-m", "openrlhf_gtpo.cli.plan", *kept])
 
 
-def _print(args: argparse.Namespace, request: Request, found: list[Candidate]) -> None:
+def _print(args: argparse.Namespace, request: Request, ranked: list[Candidate]) -> None:
     work, cluster = request.workload, request.cluster
-    fitting = sum(one.fits for one in found)
+    fitting = sum(candidate.fits for candidate in ranked)
     print(
         f"{args.model} on {cluster.gpus} × {cluster.gpu.name} in {cluster.nodes} node{'s' * (cluster.nodes > 1)}, "
-        f"{args.placement}: {len(found)} candidate{'s' * (len(found) > 1)}, {fitting} fit{'s' * (fitting == 1)}\n"
+        f"{args.placement}: {len(ranked)} candidate{'s' * (len(ranked) > 1)}, {fitting} fit{'s' * (fitting == 1)}\n"
         f"a step: {work.prompts_per_step} prompts × {work.samples_per_prompt} responses, "
         f"prompts of {work.prompt:.0f} and responses of {work.response:.0f} tokens on average "
         f"(most {work.prompt_length} and {work.response_length})\n"
     )
-    print(output.ranking(found, args.top))
-    print(f"\n{'best' if fitting else 'nearest'}: {output.details(found[0])}")
+    print(output.ranking(ranked, args.top))
+    print(f"\n{'best' if fitting else 'nearest'}: {output.details(ranked[0])}")
     if work.entropy == "sampler" and work.optimizer_steps > 1 and work.log_probs == "actor":
         print(
             f"--entropy sampler saves nothing: a rollout's {work.optimizer_steps} optimizer steps need the actor's "

@@ -136,7 +136,7 @@ def _compare(args: argparse.Namespace) -> None:
     from openrlhf_gtpo.report.summary import comparison_markdown
 
     runs: dict[str, list[list[dict[str, Any]]]] = {}
-    given: set[tuple[str, Path]] = set()
+    inputs: set[tuple[str, Path]] = set()
     for text in args.runs:
         label, separator, path = text.partition("=")
         if not (label and separator and path):
@@ -145,16 +145,16 @@ def _compare(args: argparse.Namespace) -> None:
             raise UsageError(f"Legends leave out a label that begins with _, such as {label!r}; name it otherwise.")
         for flag, output in (("--png", args.png), ("--markdown", args.markdown)):
             check_output(flag, output, Path(path), Path(path, "metrics.jsonl"))
-        if (label, Path(path).resolve()) in given:
+        if (label, Path(path).resolve()) in inputs:
             raise UsageError(f"{label} has {path} twice; name it once.")
-        given.add((label, Path(path).resolve()))
+        inputs.add((label, Path(path).resolve()))
         *earlier, last = read_runs(path)
         # The last may still be running; an earlier one without its last line was started anew, with the same seed.
-        whole = [rows for rows in earlier if rows[0]["kind"] != names.KIND_RUN or rows[-1].get("ended")]
-        if len(whole) < len(earlier):
-            left_out = f"{len(earlier) - len(whole)} of {len(earlier) + 1} runs, which did not finish"
+        finished = [rows for rows in earlier if rows[0]["kind"] != names.KIND_RUN or rows[-1].get("ended")]
+        if len(finished) < len(earlier):
+            left_out = f"{len(earlier) - len(finished)} of {len(earlier) + 1} runs, which did not finish"
             print(f"{path}: left out {left_out}.", file=sys.stderr)
-        runs.setdefault(label, []).extend([*whole, last])
+        runs.setdefault(label, []).extend([*finished, last])
     if args.png and args.markdown and args.png.resolve() == args.markdown.resolve():
         raise UsageError(f"--png and --markdown are both {args.png}; name two files.")
     table = comparison_markdown(runs)
@@ -228,6 +228,7 @@ def _fp8(args: argparse.Namespace) -> None:
 def _mismatch(args: argparse.Namespace) -> None:
     from openrlhf_gtpo.report.rollouts import read_dump, vocabulary_digest
 
+    # The dump, before the slow imports; its tokens must mean the same to the model.
     dump = read_dump(args.dump)
     columns, settings = dump.columns, dump.settings
     check_output("--json", args.json, args.dump)
@@ -255,7 +256,8 @@ def _mismatch(args: argparse.Namespace) -> None:
     name = settings["estimator"]
     estimator = EntropyCredit(name, ESTIMATORS[name].config(**settings["config"]))
     model = ScoreModel(args.model, temperature=settings["temperature"], max_tokens=args.max_tokens)
-    prompts, tokens, mask, *said = (
+    # What the step was trained on, without the guide's rows if it is the sampler's.
+    prompts, tokens, mask, *recorded = (
         columns[name].rows() for name in ("prompt_tokens", "tokens", "mask", "log_probs", "entropy")
     )
     source, left_out = "the actor", 0
@@ -263,12 +265,15 @@ def _mismatch(args: argparse.Namespace) -> None:
         source = "vLLM's sampler (or the actor, if the audit's gate was closed)"
         if columns["guided"] is not None:
             left_out = int(columns["guided"].sum())
-            mask = [[one and not by for one in row] for row, by in zip(mask, columns["guided"], strict=True)]
+            mask = [
+                [action and not guided for action in row] for row, guided in zip(mask, columns["guided"], strict=True)
+            ]
     outcome = torch.tensor(columns["outcome"], dtype=getattr(torch, settings["outcome_dtype"]))
+    # Score it again, compare, and report.
     results = compare_rollout(
         model,
         list(zip(prompts, tokens, strict=True)),
-        list(zip(*said, strict=True)),
+        list(zip(*recorded, strict=True)),
         mask,
         estimator,
         outcome,

@@ -49,30 +49,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     before = signal.signal(signal.SIGTERM, _terminate)  # until Ray starts, whose handler aborts
     try:
         args = parse(words)
-        if supervised:
+        if supervised:  # the supervisor has checked, and holds the locks
             train(args)
             return 0
-        with ExitStack() as held:
+        with ExitStack() as stack:
+            # Check, and lock what the run writes.
             try:
                 check(args)
-                locks = held.enter_context(alone(args))
+                locks = stack.enter_context(alone(args))
                 check_earlier_runs(args)  # one may have ended meanwhile
             except OSError as error:  # which names the file, such as one that may not be written
                 raise UsageError(str(error)) from error
             if not args.ckpt.load_enable or args.ckpt.load_tag:  # W&B cannot go back to an earlier step
                 WandbRun(args).forget()
+            # Supervise a process with the same command, or train here.
             if args.train.max_restarts or args.train.stall_timeout:
                 command = [sys.executable, "-m", "openrlhf_gtpo.cli.train_ppo_ray", *words]
                 status = supervise(command, args, locks)
             else:
                 train(args)
                 status = 0
+    # How it ended, in a sentence.
     except UsageError as error:
         print(f"train_ppo_ray: {error}", file=sys.stderr)
         return 2
     except Restartable as error:
-        said = str(error) if supervised or args is None else f"{str(error).rstrip('.')}; {way_on(args)}."
-        print(f"train_ppo_ray stopped: {said}", file=sys.stderr)
+        message = str(error) if supervised or args is None else f"{str(error).rstrip('.')}; {way_on(args)}."
+        print(f"train_ppo_ray stopped: {message}", file=sys.stderr)
         return 1
     except TrainingStopped as error:
         print(f"train_ppo_ray stopped: {error}", file=sys.stderr)
@@ -136,11 +139,11 @@ def supervise(command: Sequence[str], args: SimpleNamespace, locks: Sequence[int
             why = f"its driver was killed by signal {-status}"
         if restart <= restarts:
             newest = _newest(args)
-            own = newest is not None and newest != before  # not the one asked for, nor an earlier run's
-            goes_on = own or newest is not None and args.ckpt.load_enable
+            is_new = newest is not None and newest != before  # not the one asked for, nor an earlier run's
+            goes_on = is_new or newest is not None and args.ckpt.load_enable
             place = "goes on from its last checkpoint" if goes_on else "begins again, as there is no checkpoint yet"
             print(f"train_ppo_ray: {why}; restart {restart} of {restarts} {place}.", file=sys.stderr, flush=True)
-            if own:
+            if is_new:
                 command += ["--ckpt.load_enable", "--ckpt.load_tag", ""]
     print(f"train_ppo_ray stopped: {why}, after {restarts} restarts; {way_on(args)}.", file=sys.stderr)
     return 1
