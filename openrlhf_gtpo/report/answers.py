@@ -47,28 +47,28 @@ def per_question(questions: Sequence[Mapping[str, Any]], correct: Sequence[Seque
         a value for every question: ``mean@k`` of scores; ``pass@j`` for j = 1, 2, 4, … and k; ``best@k`` score;
         ``majority@k`` if all questions have answers; ``length``; ``cut_off``, a share; ``entropy`` if all have it.
     """
-    found: dict[str, list[float]] = defaultdict(list)
+    by_measure: dict[str, list[float]] = defaultdict(list)
     for question, right in zip(questions, correct, strict=True):
         scores = question["scores"]
         k = len(scores)
-        found[f"mean@{k}"].append(fmean(scores))
+        by_measure[f"mean@{k}"].append(fmean(scores))
         for j in sorted({2**power for power in range(k.bit_length())} | {k}):
-            found[f"pass@{j}"].append(best_of(right, j))
-        found[f"best@{k}"].append(max(scores))
+            by_measure[f"pass@{j}"].append(best_of(right, j))
+        by_measure[f"best@{k}"].append(max(scores))
         if question["answers"] is not None:
-            found[f"majority@{k}"].append(majority(question["answers"], right))
-        found["length"].append(fmean(question["lengths"]))
-        found["cut_off"].append(fmean(question["cut_off"]))
+            by_measure[f"majority@{k}"].append(majority(question["answers"], right))
+        by_measure["length"].append(fmean(question["lengths"]))
+        by_measure["cut_off"].append(fmean(question["cut_off"]))
         if question.get("entropies"):  # missing in older files
-            found["entropy"].append(fmean(question["entropies"]))
-    return {name: values for name, values in found.items() if len(values) == len(questions)}
+            by_measure["entropy"].append(fmean(question["entropies"]))
+    return {name: values for name, values in by_measure.items() if len(values) == len(questions)}
 
 
-def summarize(found: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float | None]]:
+def summarize(by_measure: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float | None]]:
     """Each number's mean over questions and its standard error (None for one question)."""
     return {
         name: (fmean(values), stdev(values) / len(values) ** 0.5 if len(values) > 1 else None)
-        for name, values in found.items()
+        for name, values in by_measure.items()
     }
 
 

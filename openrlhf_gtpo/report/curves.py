@@ -158,8 +158,8 @@ def plot_figures(runs: Mapping[str, Sequence[Rows]], folder: Path) -> dict[str, 
 def _best_of(rows: Rows, k: int) -> Points:
     """Steps and mean best rewards of evaluations with ``k`` responses to a question; mean over data sources."""
     form = re.compile(names.eval_best_of(".*", k))
-    found = {name for row in rows if row["kind"] == names.KIND_EVAL for name in row if form.fullmatch(name)}
-    return _mean_by_step([series(rows, names.KIND_EVAL, name) for name in found])
+    recorded = {name for row in rows if row["kind"] == names.KIND_EVAL for name in row if form.fullmatch(name)}
+    return _mean_by_step([series(rows, names.KIND_EVAL, name) for name in recorded])
 
 
 def _mean_by_step(lines: Sequence[Points]) -> Points:

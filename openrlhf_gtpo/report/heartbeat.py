@@ -42,8 +42,8 @@ class Heartbeat:
         self._path.unlink(missing_ok=True)
 
     def silence(self) -> float:
-        """Seconds since this process saw the last beat, by its own clock, as another node's may differ; 0 if nobody
-        has to wait for one."""
+        """Seconds since this process saw the last beat, by its own clock, because another node's may differ; 0 if no
+        beat is expected."""
         try:
             beat = self._path.stat().st_mtime_ns
         except OSError:

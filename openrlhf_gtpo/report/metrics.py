@@ -117,10 +117,10 @@ def read_runs(path: str | Path) -> list[list[dict[str, Any]]]:
     """The runs of a metrics file, or of `metrics.jsonl` in a directory: the lines of each, in order of writing. For a
     directory with OpenRLHF's TensorBoard files instead, the one run that they have.
 
-    A run begins with a line of the kind "run" at step 0; in a file of version 0.1, which has no such line, it begins
-    where the first step comes again. An unreadable line is left out: a process that dies cuts off its last line, which
-    after a resume is in the middle of the file. Where a resumed run repeated a step, the later line counts, and
-    earlier lines of later steps, which the weights have not seen, no longer count; nor do they until its first step.
+    A run begins with a line of the kind "run" at step 0. A file of version 0.1 has no such line; there a run begins
+    where the first step comes again. An unreadable line is left out: a process that dies cuts off its last line, and
+    after a resume that line is in the middle of the file. From a resume on, earlier lines of later steps no longer
+    count, because the weights have not seen those steps; of a step that was repeated, the later line counts.
 
     Raises:
         ValueError: the file is absent or unreadable, or none of its lines is a metrics line.
@@ -134,7 +134,7 @@ def read_runs(path: str | Path) -> list[list[dict[str, Any]]]:
     except OSError as error:
         raise ValueError(f"cannot read metrics from {file}: {error.strerror}") from None
     runs: list[dict[tuple[str, int], dict[str, Any]]] = [{}]
-    ends = [math.inf]  # of each run, the step that it was resumed from, until it makes the next one
+    ends = [math.inf]  # of each run, the step that it was resumed from, until it has made another
     broken = last = 0
     for number, line in enumerate(lines, start=1):
         try:
@@ -154,7 +154,7 @@ def read_runs(path: str | Path) -> list[list[dict[str, Any]]]:
                 ends[-1] = math.inf
             if row["kind"] == names.KIND_TRAIN:
                 if row["step"] <= last:  # repeated, from a checkpoint
-                    runs[-1] = {other: kept for other, kept in runs[-1].items() if other[1] < row["step"]}
+                    runs[-1] = {old_key: old_row for old_key, old_row in runs[-1].items() if old_key[1] < row["step"]}
                 last = row["step"]
             runs[-1].pop(key, None)
             runs[-1][key] = row
@@ -176,15 +176,15 @@ def _read_tensorboard(folder: Path) -> list[dict[str, Any]]:
     points = []
     for tag in tags:
         kind, _, name = tag.partition("/")
-        ours = names.OPENRLHF.get(name, name)
-        if kind in KINDS and (ours == name or f"{kind}/{ours}" not in tags):
-            points += [(event.wall_time, event.step, kind, ours, event.value) for event in events.Scalars(tag)]
+        our_name = names.OPENRLHF.get(name, name)
+        if kind in KINDS and (our_name == name or f"{kind}/{our_name}" not in tags):
+            points += [(event.wall_time, event.step, kind, our_name, event.value) for event in events.Scalars(tag)]
     rows: dict[tuple[str, int], dict[str, Any]] = {}
     last = 0
     for when, step, kind, name, value in sorted(points):
         if kind == names.KIND_TRAIN:
             if step < last:  # repeated, from a checkpoint
-                rows = {other: kept for other, kept in rows.items() if other[1] < step}
+                rows = {old_key: old_row for old_key, old_row in rows.items() if old_key[1] < step}
             last = step
         row = rows.setdefault((kind, step), {"kind": kind, "step": step, "time": when})
         row[name] = value if math.isfinite(value) else None  # as in MetricsWriter
@@ -201,8 +201,8 @@ def series(rows: Rows, kind: str, name: str) -> tuple[list[int], list[float]]:
 
 def held_out_names(rows: Rows) -> list[str]:
     """The names `eval_<datasource>_pass1` that a run has, sorted."""
-    found = {name for row in rows if row["kind"] == names.KIND_EVAL for name in row}
-    return sorted(n for n in found if n.startswith(names.EVAL_PREFIX) and n.endswith(names.EVAL_PASS1_SUFFIX))
+    recorded = {name for row in rows if row["kind"] == names.KIND_EVAL for name in row}
+    return sorted(n for n in recorded if n.startswith(names.EVAL_PREFIX) and n.endswith(names.EVAL_PASS1_SUFFIX))
 
 
 def before_and_after(rows: Rows, held_out_name: str) -> tuple[float | None, float | None]:
@@ -221,7 +221,7 @@ def datasource_of(held_out_name: str) -> str:
 
 
 def decimals(value: float, sign: str = "") -> str:
-    """A number with three decimals; below 0.001, or as close to 1, with two digits of what is left, unless that is
+    """A number with three decimals. Closer than 0.001 to 0 or 1, two digits of the distance are shown, unless it is
     rounding error. ``sign`` "+" shows the sign of positive numbers too."""
     apart = min(abs(value), abs(1 - abs(value)))
     places = 1 - math.floor(math.log10(apart)) if 1e-9 <= apart < 1e-3 else 3

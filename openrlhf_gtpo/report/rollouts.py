@@ -78,7 +78,7 @@ def dump_file(folder: Path, step: int) -> Path:
 
 
 def write_dump(path: Path, settings: Mapping[str, Any], columns: Mapping[str, Sequence[Any] | None]) -> None:
-    """Write a dump, which is then at ``path`` whole or not at all; its folder is created.
+    """Write a dump, so that it is at ``path`` whole or not at all; its folder is created.
 
     Args:
         settings: ``step`` and what else a reader must know about the run, as values for JSON.
@@ -119,15 +119,15 @@ def find_dumps(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise ValueError(f"{path} does not exist; give a dump or a run's folder.")
-    found = sorted(path.rglob("step_*.parquet"), key=lambda file: file.name)
-    if not found:
+    files = sorted(path.rglob("step_*.parquet"), key=lambda file: file.name)
+    if not files:
         raise ValueError(f"{path} holds no step_*.parquet; a run writes them with --logger.dump_rollouts N.")
-    for one, other in pairwise(found):
-        if one.name == other.name:
+    for first, second in pairwise(files):
+        if first.name == second.name:
             raise ValueError(
-                f"Expected one run in {path}, but found the same step twice: {one} and {other}; name one run."
+                f"Expected one run in {path}, but found the same step twice: {first} and {second}; name one run."
             )
-    return found
+    return files
 
 
 def read_settings(path: Path) -> dict[str, Any]:

@@ -26,21 +26,23 @@ def watch(path: Path, steps: int, pid: int, console: Console | None = None) -> N
         pid: the training process.
     """
     console = console or Console(stderr=True)
-    what = (SpinnerColumn(), TextColumn("{task.description}", markup=False))
+    activity = (SpinnerColumn(), TextColumn("{task.description}", markup=False))
     count = (BarColumn(), MofNCompleteColumn())
     times = (TimeElapsedColumn(), TextColumn("{task.fields[left]}"))
     shown: Mapping[str, Any] | None = None  # the latest entry
     last: Mapping[str, Any] = {}
     started, begun, line = time.time(), 0.0, ""
-    with Progress(*what, *count, *times, console=console, disable=not console.is_terminal) as progress:
+    with Progress(*activity, *count, *times, console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("starting Ray, vLLM and the trainer", total=steps, left="")
         running = True
         while running:
-            running = _runs(pid)  # asked first, so that what it wrote last is still read
+            # The process first, so that its last lines are still read.
+            running = _runs(pid)
             try:
                 entries = read_runs(path)[-1]
             except (OSError, ValueError):  # it does not exist yet, or has no whole line yet
                 entries = []
+            # Lines above the bar.
             for entry in _behind(shown, entries):
                 if entry["kind"] == names.KIND_RUN:  # a new run, or one that resumed from a checkpoint
                     last = {"step": entry["step"]}
@@ -59,6 +61,7 @@ def watch(path: Path, steps: int, pid: int, console: Console | None = None) -> N
                     sample = f"  for example, with reward {entry[names.SAMPLE_REWARD]:.2f}: {ending}"
                     console.print(sample, markup=False, highlight=False, soft_wrap=True)
             shown = entries[-1] if entries else shown
+            # The bar.
             if doing := _doing(path, started):
                 begun = begun or time.time()
                 done, left = _done(last, steps, begun)
@@ -85,11 +88,12 @@ def _doing(path: Path, started: float) -> str | None:
 
 
 def _done(last: Mapping[str, Any], steps: int, begun: float) -> tuple[float, str]:
-    """Steps done, including a part of the current one, and the time left if each takes as long as ``last``, which is
-    of the step before; at a start it has no more than the number of steps that are done."""
+    """Steps done, including a part of the current one, and the time left if each takes as long as ``last``'s step. At
+    a start, ``last`` has only the number of steps that are done."""
     seconds = last.get(names.TIMING_STEP_WALL)
     if not seconds:
         return last.get("step", 0), ""
+    # Never a whole step: one is done when its line is there.
     part = min((time.time() - max(last["time"], begun)) / seconds, 0.99) if last["step"] < steps else 0.0
     done = last["step"] + part
     return done, f"{timedelta(seconds=round((steps - done) * seconds))} left"
