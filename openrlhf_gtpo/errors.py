@@ -27,17 +27,17 @@ class StoppedOnRequest(RuntimeError):
     """Training was asked to stop, and did so before its first step, or after one whose checkpoint is written."""
 
 
-def one_line(said: object) -> str:
+def one_line(error: object) -> str:
     """The words of an error, or of any text, in one line; the type of an error that has none."""
-    return " ".join(str(said).split()) or type(said).__name__
+    return " ".join(str(error).split()) or type(error).__name__
 
 
-def last_error(said: object) -> str:
+def last_error(error: object) -> str:
     """The words of an error in one line; of one whose text is a traceback, as of Ray's, those at the traceback's end:
     from the last line on that is not indented and follows one that is."""
-    lines = str(said).strip().splitlines()
+    lines = str(error).strip().splitlines()
     ends = [n for n in range(1, len(lines)) if lines[n - 1][:1].isspace() and not lines[n][:1].isspace() and lines[n]]
-    return one_line("\n".join(lines[ends[-1] :])) if ends else one_line(said)
+    return one_line("\n".join(lines[ends[-1] :])) if ends else one_line(error)
 
 
 class SettingError(ValueError):
@@ -54,4 +54,4 @@ class SettingError(ValueError):
 
     def with_flags(self, flag: Callable[[str], str]) -> str:
         """The sentence with ``flag(name)`` in place of each ``$name``."""
-        return re.sub(_SETTING, lambda found: flag(found[1]), self.sentence)
+        return re.sub(_SETTING, lambda match: flag(match[1]), self.sentence)

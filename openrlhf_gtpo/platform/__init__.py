@@ -28,9 +28,9 @@ def chosen_platform() -> str | None:
 def detect() -> str:
     """``"cuda"`` or ``"cpu"``: the platform of the run that this driver starts.
 
-    An explicit choice wins. Otherwise a torch without CUDA (or ROCm) cannot serve GPUs anywhere, and a torch with it
-    means GPUs unless this host has no device and no Ray cluster is named: the driver of a cluster job often runs on a
-    head node without a device.
+    An explicit choice wins. Otherwise a torch without CUDA (or ROCm) means CPUs. A torch with it means GPUs, unless
+    this host has no device and no Ray cluster is named: the driver of a cluster job often runs on a head node without
+    one.
     """
     chosen = chosen_platform()
     if chosen is not None:

@@ -22,18 +22,18 @@ def message_of(error: Exception) -> str:
     return str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
 
 
-def all_gather_objects(mine: Any, group: torch.distributed.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's ``mine``, in the order of ranks."""
+def all_gather_objects(value: Any, group: torch.distributed.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's ``value``, in the order of ranks."""
     gathered: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(gathered, mine, group=group)
+    torch.distributed.all_gather_object(gathered, value, group=group)
     return gathered
 
 
 def raise_together(failure: str | None, kind: type[Exception]) -> None:
     """Raise ``kind`` on every rank with the ``failure`` of the first rank that has one, if any has."""
-    found = [text for text in all_gather_objects(failure) if text is not None]
-    if found:
-        raise kind(found[0])
+    failures = [text for text in all_gather_objects(failure) if text is not None]
+    if failures:
+        raise kind(failures[0])
 
 
 def from_first_rank(function: Callable[[], T], kind: type[Exception]) -> T:

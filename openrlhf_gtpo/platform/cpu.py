@@ -56,7 +56,7 @@ def activate() -> None:
     """Make this process answer like a host whose only device is the CPU. Safe to call twice."""
     os.environ.update(environment())  # before torch, which reads OMP_WAIT_POLICY when it is loaded
 
-    # bitsandbytes asks for a package for 4-bit products, which OpenRLHF imports it for and no run here has.
+    # bitsandbytes, which OpenRLHF imports, warns that a package for 4-bit products is missing. No run here has any.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
     import torch

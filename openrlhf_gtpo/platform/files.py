@@ -1,6 +1,4 @@
-"""Files on this host: where a Hugging Face model lies, what is fetched from the Hub, what can be written, and the room
-that a disk has.
-"""
+"""Files on this host: the folder of a Hugging Face model, downloads from the Hub, output files, and room on disks."""
 
 import json
 import os
@@ -58,7 +56,7 @@ def model_folder(source: str | Path, *, weights: bool = True, fetch: bool = True
     except (errors.HFValidationError, OSError, httpx.HTTPError) as error:
         reason = one_line(error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) else error)
         raise UsageError(f"{where}, and cannot be had from the Hugging Face Hub or its cache: {reason}") from error
-    # If only Transformers has cached the model, there is no listing of the whole to show that a part is missing.
+    # If only Transformers has cached the model, nothing lists all of its files, and a missing one does not show.
     shards = shards_of(folder / INDEX) if (folder / INDEX).exists() else [WEIGHTS]
     missing = sorted(shard for shard in shards if not any(folder.glob(shard))) if weights else []
     if missing:
@@ -85,8 +83,8 @@ def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Name to shape of a model's weights, from the headers of its safetensors; empty if it has none.
 
     Raises:
-        UsageError: a file cannot be read, for example because it is cut off, or two files have the same weight, of
-            which Transformers, vLLM and mbridge would take different ones; the message names the folder.
+        UsageError: a file cannot be read, for example because it is cut off, or two files have the same weight
+            (Transformers, vLLM and mbridge would take different ones); the message names the folder.
     """
     from safetensors import SafetensorError, safe_open  # here, because the doctor may run where nothing is installed
 
@@ -140,12 +138,12 @@ def check_output(flag: str, path: Path | None, *sources: Path) -> None:
     """
     if path is None:
         return
-    there = next(part for part in (path, *path.parents) if os.path.exists(part))
-    if there == path and any(os.path.exists(source) and path.samefile(source) for source in sources):
+    existing = next(part for part in (path, *path.parents) if os.path.exists(part))
+    if existing == path and any(os.path.exists(source) and path.samefile(source) for source in sources):
         raise UsageError(f"{flag} {path} is the input, which would be lost; name another file.")
     # Not a file: a folder, or such as /dev/null, which a command may replace.
-    if not os.access(there, os.W_OK) or not (there.is_file() if there == path else there.is_dir()):
-        raise UsageError(f"{flag} {path} cannot be written, because of {there}; name another.")
+    if not os.access(existing, os.W_OK) or not (existing.is_file() if existing == path else existing.is_dir()):
+        raise UsageError(f"{flag} {path} cannot be written, because of {existing}; name another.")
 
 
 def free_bytes(path: str | Path) -> int | None:

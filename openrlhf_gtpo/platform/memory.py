@@ -55,8 +55,8 @@ class PeakByPhase:
 
     def take(self) -> dict[str, int]:
         """The peaks by phase, in bytes, since this was last called."""
-        taken, self._peaks = self._peaks, {}
-        return taken
+        peaks, self._peaks = self._peaks, {}
+        return peaks
 
     def _record(self, name: str) -> None:
         if self._measurable:

@@ -2,8 +2,8 @@
 inside a command line. Such processes and the store where they meet listen only on the loopback interface.
 
 If ``torchrun`` or ``srun`` has already started the processes, on one host or many, the function runs in this one.
-``torch.distributed.launcher`` would start them too, but its stores listen on every interface, and it returns a rank's
-exception as text (torch 2.13), of which no command could tell a user's mistake.
+``torch.distributed.launcher`` would start them too, but its stores listen on every interface. It also returns a rank's
+exception as text (torch 2.13), in which no command could recognize a user's mistake.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 from openrlhf_gtpo import platform
 
 _LOOPBACK = "127.0.0.1"
-# How long a rank's death may take to show after another rank has raised what a lost connection may explain; also how
-# long a rank may take to end after a SIGTERM.
+# Seconds until a rank's death shows, after another rank has raised an error that a lost connection may explain; also
+# how long a rank may take to end after a SIGTERM.
 _SECONDS_TO_DIE = 2
 
 T = TypeVar("T")
@@ -56,12 +56,12 @@ def launched_world_size() -> int | None:
     """
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         return None
-    given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    rank, size = given["RANK"], given["WORLD_SIZE"]
-    if not (all(given.values()) and rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+    variables = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    rank, size = variables["RANK"], variables["WORLD_SIZE"]
+    if not (all(variables.values()) and rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
         raise LaunchError(
             "Expected RANK < WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them, got "
-            + " ".join(f"{name}={value}" for name, value in given.items())
+            + " ".join(f"{name}={value}" for name, value in variables.items())
             + "; start this command with torchrun, or unset RANK and WORLD_SIZE to let it start its processes itself."
         )
     return int(size)
@@ -141,8 +141,8 @@ def _shared_environment(chosen: str, world_size: int, port: int) -> dict[str, st
 
 
 def _run_here(function: Callable[..., T], args: tuple, world_size: int, shared: Mapping[str, str]) -> T:
-    """As :func:`run_processes`. A dead rank takes precedence over one that raised, which may have lost its connection
-    to it, and of those that raised the first is named."""
+    """As :func:`run_processes`. A dead rank is named before one that raised: losing the connection may be why it
+    raised. Of several that raised, the first is named."""
     from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
     work = pickle.dumps((function, args))  # before anything starts: a function that cannot be pickled is refused here
@@ -198,7 +198,7 @@ def _serve(rank: int, work: bytes, folder: Path) -> None:
             result = function(*args)
         if rank == 0:
             (folder / "result").write_bytes(pickle.dumps(result))
-    except BaseException as error:  # SystemExit too: a rank that ends without a word leaves the others waiting
+    except BaseException as error:  # SystemExit too: a rank that ends silently leaves the others waiting
         text = traceback.format_exc()
         try:
             message = pickle.dumps((error if isinstance(error, ValueError) else None, text))
@@ -230,7 +230,7 @@ def _process_group(store: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set ``values`` in this process's environment, which new processes inherit, within this context."""
+    """Within this context, ``values`` are in this process's environment, and new processes inherit them."""
     before = {name: os.environ[name] for name in values if name in os.environ}
     os.environ.update(values)
     try:

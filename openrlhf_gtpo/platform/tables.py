@@ -1,4 +1,4 @@
-"""The rows of JSON and CSV files as the file says them: of ``datasets``, each column would have one type instead (3
+"""The rows of JSON and CSV files, with values as they are written. ``datasets`` would give each column one type (3
 beside 3.5 arrives as 3.0, ISO dates as ``datetime``, "007" as 7, a message without a name with a name of None)."""
 
 import csv
@@ -25,8 +25,8 @@ def json_rows(path: str | Path) -> Iterator[dict[str, Any]]:
         values = chain.from_iterable(_values(line, number, file, path) for number, line in enumerate(file, 1))
         for number, row in enumerate(values, 1):
             if not isinstance(row, dict):
-                what = "null; drop it" if row is None else "not a JSON object; give one row per line"
-                raise UsageError(f"{path}: row {number} is {what}.")
+                problem = "null; drop it" if row is None else "not a JSON object; give one row per line"
+                raise UsageError(f"{path}: row {number} is {problem}.")
             yield row
 
 
