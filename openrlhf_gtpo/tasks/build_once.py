@@ -36,28 +36,28 @@ def build_once(output_dir: str | Path, recipe: Mapping[str, Any], build: Callabl
         OSError: it cannot be written.
     """
     target = Path(output_dir).expanduser().resolve()
-    wanted = json.loads(json.dumps(recipe))
-    if _is_complete(target, wanted):
+    plain = json.loads(json.dumps(recipe))  # with lists for tuples, as the marker has it
+    if _is_complete(target, plain):
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=target.parent))
     try:
         build(partial)
-        made = sorted(path for path in partial.rglob("*") if path.is_file())
-        files = {str(path.relative_to(partial)): path.stat().st_size for path in made}
-        (partial / MARKER).write_text(json.dumps({"recipe": wanted, "files": files}, indent=2) + "\n")
+        written = sorted(path for path in partial.rglob("*") if path.is_file())
+        files = {str(path.relative_to(partial)): path.stat().st_size for path in written}
+        (partial / MARKER).write_text(json.dumps({"recipe": plain, "files": files}, indent=2) + "\n")
         # mkdtemp, safetensors and umask 077 make files unreadable to others, such as the account a job runs under.
         partial.chmod(0o755)
         for path in partial.rglob("*"):
             path.chmod(0o755 if path.is_dir() else 0o644)
         damaged = target.exists() and any(target.iterdir())
-        if not (damaged and _is_complete(target, wanted)):  # another process may have finished the same work first
+        if not (damaged and _is_complete(target, plain)):  # another process may have finished the same work first
             if damaged:  # renamed first, so that a kill during the deletion does not leave it unmarked
                 shutil.rmtree(target.rename(tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=target.parent)))
             try:
                 os.replace(partial, target)
-            except OSError:  # or may have done so since
-                if not _is_complete(target, wanted):
+            except OSError:  # another process may have finished it since
+                if not _is_complete(target, plain):
                     raise
     except SafetensorError as error:  # what its writer makes of a full disk
         raise OSError(f"{target} cannot be written: {one_line(error)}") from error
@@ -74,7 +74,7 @@ def _is_complete(target: Path, recipe: Mapping[str, Any]) -> bool:
         raise ValueError(f"{target} is a file; choose another --output")
     try:
         marker = json.loads((target / MARKER).read_text())
-        found, files = marker["recipe"], marker["files"]
+        earlier, files = marker["recipe"], marker["files"]
     except (OSError, ValueError, KeyError):
         if any(target.iterdir()):
             raise ValueError(
@@ -82,9 +82,9 @@ def _is_complete(target: Path, recipe: Mapping[str, Any]) -> bool:
                 "choose another --output or remove it"
             ) from None
         return False
-    if found != recipe:
-        differing = sorted(key for key in found.keys() | recipe.keys() if found.get(key) != recipe.get(key))
-        details = ", ".join(f"{key} was {found.get(key)!r}, is now {recipe.get(key)!r}" for key in differing)
+    if earlier != recipe:
+        differing = sorted(key for key in earlier.keys() | recipe.keys() if earlier.get(key) != recipe.get(key))
+        details = ", ".join(f"{key} was {earlier.get(key)!r}, is now {recipe.get(key)!r}" for key in differing)
         details = " ".join(details.split())
         raise ValueError(f"{target} was made from other settings ({details}): choose another --output or remove it")
     return all((target / name).is_file() and (target / name).stat().st_size == size for name, size in files.items())

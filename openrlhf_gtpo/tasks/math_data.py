@@ -131,8 +131,8 @@ def write_math_files(
     """Write `train.jsonl`, and `eval.jsonl` if rows are held out; return their folder and a summary of the rows.
 
     A row has `input` (the problem, or chat messages) and `label` (the answer). Problems that are empty or repeated
-    (the same text but for white space), or whose answer Math-Verify cannot read, are left out: the reward would not
-    know what to compare with.
+    (the same text but for white space) are left out, and so are those whose answer Math-Verify cannot read: the reward
+    could not compare with it.
 
     Args:
         table: rows with these columns.
@@ -202,7 +202,7 @@ def _read_problems(
         problem = _field(row, problem_key, number)
         answers = _field(row, answer_key, number)
         answers = answers if isinstance(answers, list) else [answers]
-        answer = ", ".join(str(one) for one in answers if one is not None and one == one)  # not an empty cell, or NaN
+        answer = ", ".join(str(part) for part in answers if part is not None and part == part)  # no empty cell, no NaN
         if answer_after is not None:
             answer = answer.rpartition(answer_after)[2].strip()
         problem = problem.strip() if isinstance(problem, str) else problem

@@ -69,8 +69,8 @@ def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence
 
 def answer_of(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str]) -> str | None:
     """The box of one response, for majority voting as text; None without one. Same arguments as `reward_func`."""
-    found = final_answer(response_and_label(queries, prompts, labels)[0])
-    return found if found.startswith("\\boxed{") else None
+    answer = final_answer(response_and_label(queries, prompts, labels)[0])
+    return answer if answer.startswith("\\boxed{") else None
 
 
 class GraderPool:
@@ -150,20 +150,20 @@ def judge(response: str, answer: str) -> Grade:
             "leaves such rows out"
         )
     final = final_answer(response)
-    found = _parse(final)
+    answers = _parse(final)
     bases = {base[1] for text in (answer, final) if (base := BASE.match(text))}
-    pairs = ((one, other) for one in gold for other in found)
+    pairs = ((expected, given) for expected in gold for given in answers)
     correct = any(verify(*pair, timeout_seconds=SECONDS_PER_STEP) and not _tiny_and_apart(*pair) for pair in pairs)
-    return Grade(correct=correct and len(bases) < 2, answered=bool(found))
+    return Grade(correct=correct and len(bases) < 2, answered=bool(answers))
 
 
-def _tiny_and_apart(one: Any, other: Any) -> bool:
+def _tiny_and_apart(expected: Any, given: Any) -> bool:
     """True if two numbers below 0.001 differ by more than a thousandth of the larger. Math-Verify does not see this,
     because its six decimals and its zeros are absolute."""
-    if one == other or not all(getattr(answer, "is_number", False) for answer in (one, other)):
+    if expected == given or not all(getattr(answer, "is_number", False) for answer in (expected, given)):
         return False
     try:
-        first, second = one.doit().evalf(), other.doit().evalf()
+        first, second = expected.doit().evalf(), given.doit().evalf()
         largest = max(abs(first), abs(second))
         return bool(largest < TINY and abs(first - second) > TINY * largest)
     except Exception:  # values without an order, such as NaN, and whatever sympy raises
@@ -179,8 +179,8 @@ def final_answer(response: str) -> str:
     skipped, so the one before it counts. `\boxed 4` without braces is a box if a number or command follows.
 
     In a text without a box, Math-Verify reads the last formula or number; formulas joined only by "and", "or" or a
-    comma are one set. The word "answer" is removed, since Math-Verify prefers what follows it to what comes last; and
-    `\$`, after which it reads no number.
+    comma are one set. The word "answer" is removed, since Math-Verify prefers the text after it to the last formula;
+    and `\$`, since Math-Verify reads no number after it.
     """
     for box in reversed(list(BOX.finditer(response))):
         content, end = _box_content(response, box.end())
@@ -226,8 +226,10 @@ def _parse(text: str) -> list[Any]:
     readings = [text]
     if ALONE.match(text) and SCIENTIFIC.search(text):
         readings.insert(0, SCIENTIFIC.sub(r"\1\\times 10^{\2}", text))
-    found = (parse(one, targets, fallback_mode="no_fallback", parsing_timeout=SECONDS_PER_STEP) for one in readings)
-    return [answer for each in found for answer in each]
+    parsed = (
+        parse(reading, targets, fallback_mode="no_fallback", parsing_timeout=SECONDS_PER_STEP) for reading in readings
+    )
+    return [answer for answers in parsed for answer in answers]
 
 
 if __name__ == "__main__":

@@ -210,10 +210,10 @@ def _create_dataset(task: str, config: Mapping[str, Any], seed: int) -> Any:
         hint = f"did you mean {nearest}?" if nearest else f"there are {len(DATASETS)}, such as products, gcd"
         raise ValueError(f"reasoning-gym has no task {task!r}: {hint}")
     # --seed and the sizes set these two; a second way to set them could only conflict.
-    known = [field.name for field in dataclasses.fields(DATASETS[task][1]) if field.name not in ("seed", "size")]
+    settable = [field.name for field in dataclasses.fields(DATASETS[task][1]) if field.name not in ("seed", "size")]
     for name in config:
-        if name not in known:
-            raise ValueError(f"task config of {task} has no field {name!r}: it has {', '.join(known)}")
+        if name not in settable:
+            raise ValueError(f"task config of {task} has no field {name!r}: it has {', '.join(settable)}")
     try:
         # `size` is virtual: entries are made when asked for.
         return create_dataset(task, **config, seed=seed, size=1_000_000_000)

@@ -11,8 +11,8 @@ _ENDING = 20  # characters of a prompt's end by which it is found: about as long
 def response_and_label(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str]) -> tuple[str, str]:
     """The response to the one prompt, without special tokens, and its label.
 
-    A query does not begin with its prompt if that was cut to fit or does not decode to itself; the response is then
-    what follows the last occurrence of the prompt's end.
+    A query does not begin with its prompt if the prompt was cut to fit, or does not decode to itself. The response is
+    then the text after the last occurrence of the prompt's end.
 
     Raises:
         ValueError: not exactly one response.

@@ -1,7 +1,7 @@
 """A tiny Llama for smoke tests, warm-started so that it solves a fair part of the small `products` task.
 
-Reinforcement learning needs groups that are neither all right nor all wrong, which random weights do not give. A few
-seconds of supervised training on answers that are right only part of the time do: sampled at temperature 1, the model
+Reinforcement learning needs groups that are neither all right nor all wrong. Random weights do not give them. A few
+seconds of supervised training do, on answers that are right only part of the time: sampled at temperature 1, the model
 then answers every question correctly about that often.
 """
 
