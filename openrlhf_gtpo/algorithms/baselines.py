@@ -54,7 +54,7 @@ def forking_tokens_advantages(
     config: ForkingTokensConfig,
     length_penalty: Tensor | None = None,
 ) -> Tensor:
-    """GRPO's advantages at the tokens of :func:`forking_token_mask` and 0 at the others, which get no policy loss but
+    """GRPO's advantages at the tokens of :func:`forking_token_mask` and 0 at the others. Those get no policy loss, but
     still count where a mean over tokens is taken. The entropies are the old policy's and their batch is the whole
     rollout, however it is split into optimizer steps; only metrics read ``success_threshold``.
 

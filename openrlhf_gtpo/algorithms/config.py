@@ -44,7 +44,7 @@ def setting(default: Any, help: str, *, variants: tuple[str, ...] = (), **bounds
 
 
 class Settings:
-    """Base class for dataclasses of settings, which refuses a field that is out of range.
+    """Base class for dataclasses of settings; refuses a field that is out of range.
 
     Raises:
         ValueError: a ``float`` that is out of bounds or not finite, or an invalid value of a ``Literal`` or ``bool``.

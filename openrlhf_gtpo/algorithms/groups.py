@@ -147,9 +147,8 @@ def normalization(reward: Tensor, counted: Tensor, won: Tensor, config: ShapingC
     """The mean and std that a row's rewards are normalized with (Eq. 3, 8; Eq. 14, 15, 19; rev. Eq. 6).
 
     Args:
-        reward: (R, T), or (R, 1) with one reward per row. In two-set variants that of a row of O+ is r+, which is 0 on
-            O-, and that of a row of O- is r-, which is 0 on O+. Those zeros count unless ``normalise_over`` is
-            "polarity".
+        reward: (R, T), or (R, 1) with one reward per row. In two-set variants a row of O+ has r+, and a row of O- has
+            r-. Either is 0 on the rows of the other set; those zeros count unless ``normalise_over`` is "polarity".
         counted: bool, the rewards that count.
         won: (R, 1) bool, True for rows of O+.
 
@@ -161,7 +160,8 @@ def normalization(reward: Tensor, counted: Tensor, won: Tensor, config: ShapingC
         return mean.expand(won.shape), std.expand(won.shape)
     zero_filled = config.normalise_over == "zero_filled"
     (positive_mean, positive_std), (negative_mean, negative_std) = (
-        mean_and_std(reward.where(own, 0)[counted] if zero_filled else reward[counted & own]) for own in (won, ~won)
+        mean_and_std(reward.where(members, 0)[counted] if zero_filled else reward[counted & members])
+        for members in (won, ~won)
     )
     return torch.where(won, positive_mean, negative_mean), torch.where(won, positive_std, negative_std)
 

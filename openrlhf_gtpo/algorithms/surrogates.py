@@ -55,8 +55,8 @@ def gspo_token_surrogate(
     """
     log_ratio, advantages = check_terms(log_probs, old_log_probs, advantages, mask)
     mean = log_ratio.detach().sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp_min(1)
-    own = log_ratio - log_ratio.detach()  # 0, with the token's gradient
-    ratio = (mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) + own).exp().where(mask, 1)
+    own_gradient = log_ratio - log_ratio.detach()  # 0, with the token's gradient
+    ratio = (mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) + own_gradient).exp().where(mask, 1)
     objective, clipped = clipped_objective(ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)
     return Surrogate(-objective, mask, clipped, ratio.detach(), -log_ratio.detach())
 
@@ -276,10 +276,10 @@ def hapo_surrogate(
     entropy, the lower one to 1 - clip_low (1 - h) at low entropy (Eq. 12, 13 of arXiv 2509.16591v2; the authors'
     github.com/starriver030515/HAPO, ``ada_clip``, ``ada_advantage``).
 
-    Departures: the paper's adaptive temperature (Eq. 8) and its mean over a group's tokens (Eq. 9) are left out. Eq. 6
-    and the authors' code give h a positive sign at low entropy too, and their figure and text the lower advantage and
-    the wider lower bound of a negative one, as here. The inner half is that of the plain clip range, as in the figure;
-    the code takes the widened one. As in their code, the pivot is a micro-batch's.
+    Departures: the paper's adaptive temperature (Eq. 8) and its mean over a group's tokens (Eq. 9) are left out. In
+    Eq. 6 and the authors' code, h is positive at low entropy too; here it is negative, which gives the lower advantage
+    and the wider lower bound of their figure and text. The inner half is that of the plain clip range, as in the
+    figure; the code takes the widened one. As in their code, the pivot is a micro-batch's.
     """
     log_ratio, advantages = check_terms(log_probs, old_log_probs, advantages, mask)
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -387,8 +387,8 @@ def token_covariance(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Ten
 
 
 def _centered(values: Tensor, mask: Tensor) -> Tensor:
-    """(B, T) values less their mean over the action tokens; exactly 0 where all of them are equal, whose rounded mean
-    would leave a residue of their size."""
+    """(B, T) values less their mean over the action tokens; exactly 0 if all of them are equal, where a rounded mean
+    would leave a residue."""
     mean = values.where(mask, 0).sum() / mask.sum().clamp_min(1)
     lowest, highest = values.where(mask, torch.inf).min(), values.where(mask, -torch.inf).max()
     return values - torch.where(lowest == highest, lowest, mean)
