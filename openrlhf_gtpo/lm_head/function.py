@@ -97,7 +97,7 @@ def log_prob_and_entropy(
     Returns:
         log_prob (T,) and entropy (T,) in nats; NaN where all logits of a row are NaN or one is +inf.
     """
-    statistics = _choose(implementation, logits).of_logits(logits, labels, 1 / (math.log(2) * temperature))
+    statistics = _choose(implementation, logits).statistics(logits, labels, 1 / (math.log(2) * temperature))
     return statistics.log_prob(temperature), statistics.entropy(logits.size(1))
 
 

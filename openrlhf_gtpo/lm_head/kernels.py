@@ -39,7 +39,7 @@ class TritonTile:
         return torch.mm(hidden, weight.t(), out=self._memory[: shape[0] * shape[1]].view(shape))
 
     @classmethod
-    def of_logits(cls, logits: Tensor, labels: Tensor, bits_per_logit: float) -> TokenStatistics:
+    def statistics(cls, logits: Tensor, labels: Tensor, bits_per_logit: float) -> TokenStatistics:
         total = TokenStatistics.empty(len(logits), torch.float32, logits.device, with_entropy=True)
         cls.absorb(logits, None, labels, total, bits_per_logit)
         return total
@@ -69,7 +69,7 @@ class TritonTile:
         )
 
     def gradient(
-        self, product: Tensor, bias: Tensor | None, labels: Tensor, of: LogitGradient, bias_sum: Tensor | None
+        self, product: Tensor, bias: Tensor | None, labels: Tensor, logit_grad: LogitGradient, bias_sum: Tensor | None
     ) -> Tensor:
         tokens, columns = product.shape
         block = min(_GRADIENT_BLOCK, triton.next_power_of_2(columns))
@@ -77,14 +77,14 @@ class TritonTile:
             product,
             bias,
             labels,
-            of.normalizer,
-            of.label_grad,
-            of.level,
-            of.slope,
+            logit_grad.normalizer,
+            logit_grad.label_grad,
+            logit_grad.level,
+            logit_grad.slope,
             columns,
-            of.bits_per_logit,
+            logit_grad.bits_per_logit,
             HAS_BIAS=bias is not None,
-            WITH_SLOPE=of.slope is not None,
+            WITH_SLOPE=logit_grad.slope is not None,
             BLOCK=block,
             num_warps=_GRADIENT_WARPS,
         )
@@ -138,10 +138,10 @@ def _absorb(  # type: ignore[no-untyped-def]
         tl.store(weighted_exponents + row, weighted)
     label = tl.load(labels + row)
     if (label >= 0) & (label < columns):
-        found = tl.load(logits + label).to(tl.float32)
+        value = tl.load(logits + label).to(tl.float32)
         if HAS_BIAS:
-            found += tl.load(bias + label)
-        tl.store(label_logit + row, found)
+            value += tl.load(bias + label)
+        tl.store(label_logit + row, value)
 
 
 @triton.jit

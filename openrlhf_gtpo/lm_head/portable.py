@@ -35,7 +35,7 @@ class PortableTile:
         return torch.mm(hidden, weight.t(), out=_part(self._narrow, shape))
 
     @classmethod
-    def of_logits(cls, logits: Tensor, labels: Tensor, bits_per_logit: float) -> TokenStatistics:
+    def statistics(cls, logits: Tensor, labels: Tensor, bits_per_logit: float) -> TokenStatistics:
         from torch._dynamo.decorators import mark_unbacked
 
         mark_unbacked(logits, 0)  # otherwise a batch of one row would be recompiled
@@ -46,8 +46,8 @@ class PortableTile:
         self, product: Tensor, bias: Tensor | None, labels: Tensor, total: TokenStatistics, bits_per_logit: float
     ) -> None:
         x = self._logits(product, bias)
-        column, here = _columns_of_labels(labels, x.size(1))
-        torch.where(here, x.gather(1, column).squeeze(1), total.label_logit, out=total.label_logit)
+        column, in_tile = _columns_of_labels(labels, x.size(1))
+        torch.where(in_tile, x.gather(1, column).squeeze(1), total.label_logit, out=total.label_logit)
         total.rebase_(torch.maximum(total.maximum, x.amax(1)), bits_per_logit)
         z = _exponents_(x, total.maximum, bits_per_logit, may_be_infinite=bias is not None)
         p = torch.exp2(z, out=self._beside(z))
@@ -56,17 +56,17 @@ class PortableTile:
             total.weighted_exponents.add_(p.mul_(z).sum(1))
 
     def gradient(
-        self, product: Tensor, bias: Tensor | None, labels: Tensor, of: LogitGradient, bias_sum: Tensor | None
+        self, product: Tensor, bias: Tensor | None, labels: Tensor, logit_grad: LogitGradient, bias_sum: Tensor | None
     ) -> Tensor:
         z = self._logits(product, bias)
-        _exponents_(z, of.normalizer, of.bits_per_logit, may_be_infinite=of.slope is not None)
+        _exponents_(z, logit_grad.normalizer, logit_grad.bits_per_logit, may_be_infinite=logit_grad.slope is not None)
         p = torch.exp2(z, out=self._beside(z))
-        if of.slope is None:
-            grad = p.mul_(-of.level.unsqueeze(1))
+        if logit_grad.slope is None:
+            grad = p.mul_(-logit_grad.level.unsqueeze(1))
         else:
-            grad = p.mul_(z.mul_(-of.slope.unsqueeze(1)).sub_(of.level.unsqueeze(1)))
-        column, here = _columns_of_labels(labels, grad.size(1))
-        grad.scatter_add_(1, column, (of.label_grad * here).unsqueeze(1))
+            grad = p.mul_(z.mul_(-logit_grad.slope.unsqueeze(1)).sub_(logit_grad.level.unsqueeze(1)))
+        column, in_tile = _columns_of_labels(labels, grad.size(1))
+        grad.scatter_add_(1, column, (logit_grad.label_grad * in_tile).unsqueeze(1))
         if bias_sum is not None:
             bias_sum.add_(grad.sum(0))
         return grad if self._narrow is self._wide else product.copy_(grad)
@@ -111,5 +111,5 @@ def _exponents_(logits: Tensor, zero: Tensor, bits_per_logit: float, may_be_infi
 
 def _columns_of_labels(labels: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """(t, 1) the label's column within the tile, clamped to it, and (t,) whether the label is in the tile at all."""
-    here = (labels >= 0) & (labels < columns)
-    return labels.clamp(0, columns - 1).unsqueeze(1), here
+    in_tile = (labels >= 0) & (labels < columns)
+    return labels.clamp(0, columns - 1).unsqueeze(1), in_tile

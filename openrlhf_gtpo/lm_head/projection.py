@@ -40,7 +40,7 @@ class TileWork(Protocol):
         """hidden (t, H) x weight (v, H), in the dtype of the inputs; overwrites the previous contents."""
 
     @classmethod
-    def of_logits(cls, logits: Tensor, labels: Tensor, bits_per_logit: float) -> TokenStatistics:
+    def statistics(cls, logits: Tensor, labels: Tensor, bits_per_logit: float) -> TokenStatistics:
         """Statistics of logits (T, V) that already exist and are not modified; a column of -inf has probability 0."""
 
     def absorb(
@@ -49,7 +49,7 @@ class TileWork(Protocol):
         """Add the columns of the tile to `total`."""
 
     def gradient(
-        self, product: Tensor, bias: Tensor | None, labels: Tensor, of: LogitGradient, bias_sum: Tensor | None
+        self, product: Tensor, bias: Tensor | None, labels: Tensor, logit_grad: LogitGradient, bias_sum: Tensor | None
     ) -> Tensor:
         """The gradient of the logits, in the dtype of the inputs and the product's memory; its sum over the tokens is
         added to `bias_sum` (v,)."""
@@ -148,6 +148,7 @@ def backward(
     d_weight_is_fresh = not into_main_grad
 
     for part in plan_sweeps(hidden, d_weight, needs_hidden, settings):
+        # An accumulator of d_hidden (d_hidden itself if it is wide enough), and the tile that it leaves room for.
         tokens = part.tokens
         in_place = hidden.dtype == wide
         hidden_sum: Tensor | None = None
@@ -175,6 +176,7 @@ def backward(
             d_bias=None if d_bias is None or not part.adds_weight else d_bias[: shard.columns],
             d_weight_is_fresh=d_weight_is_fresh,
         )
+        # Sum d_hidden over the shards, and round it.
         d_weight_is_fresh = d_weight_is_fresh and not part.adds_weight
         if d_hidden is not None and hidden_sum is not None:
             shard.sum_(hidden_sum)
@@ -182,6 +184,7 @@ def backward(
                 d_hidden[tokens].copy_(hidden_sum)
         del hidden_sum  # before the next turn makes its own
 
+    # Padding columns, and a weight that no sweep has written, have no gradient.
     if d_weight is not None and not into_main_grad:
         d_weight[0 if d_weight_is_fresh else shard.columns :].zero_()
     if into_main_grad:

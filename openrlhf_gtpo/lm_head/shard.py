@@ -34,10 +34,10 @@ class VocabularyShard:
         group and never a hang, and the check costs one pass over T integers.
         """
         lowest, highest = torch.stack(labels.aminmax()).tolist() if labels.numel() else (0, -1)
-        mine = (local_columns, labels.numel(), -1 if vocab_size is None else vocab_size, lowest, highest)
-        ranks = [mine]
+        local = (local_columns, labels.numel(), -1 if vocab_size is None else vocab_size, lowest, highest)
+        ranks = [local]
         if _is_sharded(group):
-            ranks = torch.stack(_gather(torch.tensor(mine, device=labels.device), group)).tolist()
+            ranks = torch.stack(_gather(torch.tensor(local, device=labels.device), group)).tolist()
         sizes, tokens, vocab_sizes, lows, highs = zip(*ranks, strict=True)
         if len(set(tokens)) > 1 or len(set(vocab_sizes)) > 1:
             raise ValueError(
@@ -78,7 +78,7 @@ def _is_sharded(group: dist.ProcessGroup | None) -> bool:
     return group is not None and dist.get_world_size(group) > 1
 
 
-def _gather(mine: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
-    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, mine, group=group)
+def _gather(tensor: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, tensor, group=group)
     return gathered

@@ -60,8 +60,8 @@ def backward_bytes(
     adds_in_place: bool,
     direct_from: int | None,
 ) -> int:
-    """Bytes alive for one backward tile of hidden width `width`, of which the implementation's work takes `per_logit`
-    bytes per logit.
+    """Bytes alive for one backward tile of hidden width `width`; the implementation's work takes `per_logit` bytes for
+    each logit.
 
     If the inputs (`item` bytes per element) are narrower than the arithmetic (`wide`), the weight has an accumulator;
     and unless products are added to a wide matrix in place, each partial gradient exists twice more while it is added:
