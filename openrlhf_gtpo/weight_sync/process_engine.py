@@ -69,11 +69,11 @@ class ProcessEngine:
         self._pipes: list[Any] = []
         self.processes: list[Any] = []
         for rank, device in enumerate(devices):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, worker, rank, dict(shapes), device), daemon=True)
+            near_end, far_end = context.Pipe()
+            process = context.Process(target=_serve, args=(far_end, worker, rank, dict(shapes), device), daemon=True)
             process.start()
-            theirs.close()
-            self._pipes.append(ours)
+            far_end.close()
+            self._pipes.append(near_end)
             self.processes.append(process)
 
     def __call__(self, method: str, *args: Any) -> "Future[list[Any]]":

@@ -81,7 +81,7 @@ class Arrivals:
             # weight_utils.py, maybe_remap_moe_expert_param_name).
             names = names | {name.replace(".experts.", ".experts.routed_experts.") for name in names}
         # Compared by memory: W_UV and W_UK_T of vLLM's MLA are views of its kv_b_proj (vllm 0.29.0, mla_attention.py).
-        loaded = {_memory(one) for name, one in parameters.items() if names is None or name in names}
+        loaded = {_memory(parameter) for name, parameter in parameters.items() if names is None or name in names}
         unwritten = [
             name
             for name, parameter in parameters.items()
@@ -117,13 +117,13 @@ def checksums(bucket: Bucket, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: checksum(tensor) for name, tensor in unpack(bucket, buffer)}
 
 
-def as_integers(found: Mapping[str, torch.Tensor]) -> dict[str, int]:
+def as_integers(sums: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """The checksums as Python integers, taken off the device in one copy."""
-    return dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True)) if found else {}
+    return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
 
 
 def check_receipts(sent: Mapping[str, torch.Tensor], receipts: Sequence[Sequence[Receipt]]) -> None:
-    """Compare the checksums of what was sent with what every worker of every engine reports.
+    """Compare the checksums of the tensors sent with those that every worker of every engine reports.
 
     Raises:
         WeightSyncError: a parameter did not arrive as it was sent, or was not loaded; names the first and its engine.

@@ -70,12 +70,12 @@ class WeightReceiver:
         if index == 0:
             self._sync = _ColocatedSync(Arrivals(self.model_runner.get_model()) if sync_checksum else None)
         sync = self._sync
-        here = memory_of(self.device)
-        if here not in handles:
+        memory = memory_of(self.device)
+        if memory not in handles:
             raise RuntimeError(
-                f"No trainer process shares weights with an engine on {here}, only on {sorted(handles)}."
+                f"No trainer process shares weights with an engine on {memory}, only on {sorted(handles)}."
             )
-        handle = handles[here]
+        handle = handles[memory]
         if handle not in sync.mapped:
             sync.mapped[handle] = open_shared(handle, self.device)
         weights = unpack(bucket, sync.mapped[handle])

@@ -63,7 +63,7 @@ class WeightSender:
             engine("join_weight_group", host, port, 1 + i * tensor_parallel_size, world_size)
             for i, engine in enumerate(self._engines)
         ]
-        # In a thread, because joining alone would wait for an engine that has died (with gloo, half an hour).
+        # In a thread: joining alone would wait for an engine that has died (with gloo, for half an hour).
         joined: Future[Any] = Future()
 
         def join() -> None:
@@ -82,7 +82,7 @@ class WeightSender:
         An engine's exception, or its death, is passed on.
 
         Raises:
-            WeightSyncError: by its checksums, for which ``sync_checksum`` asks, an engine did not get what was sent.
+            WeightSyncError: with ``sync_checksum``, an engine's checksums differ from those of the tensors sent.
         """
         receiving = [engine("receive_weights", weights.buckets, sync_checksum) for engine in self._engines]
         # An engine that has failed takes no more buckets, and nothing else would notice.
@@ -136,7 +136,7 @@ class ColocatedSender:
         """Send the whole model. Collective; a failure of any rank or engine is raised on every rank.
 
         Raises:
-            WeightSyncError: by its checksums, for which ``sync_checksum`` asks, an engine did not get what was sent.
+            WeightSyncError: with ``sync_checksum``, an engine's checksums differ from those of the tensors sent.
         """
         sent: dict[str, torch.Tensor] = {}
         buffers: list[tuple[torch.Tensor, bytes]] = []
@@ -164,12 +164,13 @@ class ColocatedSender:
 
         with ExitStack() as stack:
             handles: dict[str, list[bytes]] = {}
-            for of_rank in reversed(self._agree(partial(share, stack))):  # of ranks in one place, the first serves it
-                handles.update(of_rank)
+            # Of ranks that share a memory, the first serves it.
+            for rank_handles in reversed(self._agree(partial(share, stack))):
+                handles.update(rank_handles)
             for index, bucket in enumerate(weights.buckets):
                 self._agree(partial(fill, index))
-                here = {where: of_buffers[index % 2] for where, of_buffers in handles.items()}
-                arguments = (bucket, here, index, len(weights.buckets), sync_checksum)
+                current = {where: pair[index % 2] for where, pair in handles.items()}
+                arguments = (bucket, current, index, len(weights.buckets), sync_checksum)
                 loading = [engine("receive_bucket", *arguments) for engine in self._engines]
             self._agree(finish)
         buffers.clear()
@@ -185,13 +186,13 @@ class ColocatedSender:
         except Exception as error:  # whatever it is: the others wait for this rank
             failure = error
         # Exceptions of other kinds may not survive the exchange.
-        told = failure if failure is None or isinstance(failure, WeightSyncError) else RuntimeError(repr(failure))
-        answers: list[tuple[Any, Exception | None]] = self._exchange((result, told))
+        reported = failure if failure is None or isinstance(failure, WeightSyncError) else RuntimeError(repr(failure))
+        answers: list[tuple[Any, Exception | None]] = self._exchange((result, reported))
         if failure is not None:
             raise failure
-        for rank, (_, other) in enumerate(answers):
-            if other is not None:
-                raise other if isinstance(other, WeightSyncError) else RuntimeError(f"rank {rank}: {other}")
+        for rank, (_, raised) in enumerate(answers):
+            if raised is not None:
+                raise raised if isinstance(raised, WeightSyncError) else RuntimeError(f"rank {rank}: {raised}")
         return [answer for answer, _ in answers]
 
 

@@ -1,5 +1,5 @@
-"""How a bucket gets from the trainer to engines: by a broadcast (NCCL between GPUs, gloo without them), or in memory
-that the trainer fills and engines on the same GPU (without one, on the same host) map: CUDA IPC, or a file in memory.
+"""How a bucket gets from the trainer to engines: by a broadcast (NCCL between GPUs, gloo without them), or in shared
+memory (CUDA IPC on the same GPU, or without one a file in memory), which the trainer fills and engines map.
 """
 
 import os
@@ -43,7 +43,7 @@ def join(
             host=host, port=port, rank=rank, world_size=world_size, listen_socket=listener
         )
         communicator = PyNcclCommunicator(meeting, device=device)
-        if communicator.disabled:  # it would send and receive nothing, without a word
+        if communicator.disabled:  # it would silently send and receive nothing
             raise WeightSyncError("vLLM's NCCL is off: unset VLLM_DISABLE_PYNCCL, or see why libnccl does not load.")
 
         def start_nccl(tensor: torch.Tensor) -> Finish:
@@ -94,7 +94,7 @@ def shared_buffer(numel: int, device: torch.device) -> Iterator[tuple[torch.Tens
         tensor = torch.empty(numel, dtype=WIRE_DTYPE, device=device)
         yield tensor, pickle.dumps(reduce_tensor(tensor))
         return
-    # A file without a name, which goes with its last user, however that ends. torch's shared memory counts its users
+    # A file without a name: it goes when its last user ends, in whatever way. torch's shared memory counts its users
     # on the assumption that each handle is opened once (torch 2.13.0, multiprocessing/reductions.py, reduce_storage),
     # and here every engine opens it.
     file = os.memfd_create("weights")
