@@ -76,17 +76,17 @@ def newest_whole(*folders: str | Path) -> Path | None:
 
 
 def candidate(folders: Sequence[Path], tag: str | None = None) -> Path | None:
-    """The checkpoint to try next: ``tag``, or else the newest, its files unchecked; None in folders without any, or
-    where a run died while it saved its first one, so that only one folder has it.
+    """The checkpoint to try next: ``tag``, or else the newest, its files unchecked. None in folders without any, or if
+    a run died while it saved its first one, so that only one folder has it.
 
     Raises:
         CheckpointError: a folder has no ``tag``, or not a whole one; or there are checkpoints, but none to go on from.
     """
     if tag is not None:
         for folder in folders:
-            there = names(folder)
-            if tag not in there:
-                raise CheckpointError(f"{folder} has no checkpoint {tag!r}; it has {', '.join(there) or 'none'}.")
+            tags = names(folder)
+            if tag not in tags:
+                raise CheckpointError(f"{folder} has no checkpoint {tag!r}; it has {', '.join(tags) or 'none'}.")
             if _is_checkpoint(folder / tag):
                 _check_sizes(folder / tag)
         return folders[0] / tag
@@ -97,9 +97,9 @@ def candidate(folders: Sequence[Path], tag: str | None = None) -> Path | None:
         return path
     if len(folders) > 1 and all(folder.is_dir() for folder in folders) and sum(map(len, map(names, folders))) == 1:
         return None
-    path, there = _named_by_latest(folders[0]), names(folders[0])
-    if path is None and (there or (folders[0] / LATEST).exists()):
-        others = ", ".join(there) or f"what {LATEST} names is gone"
+    path, tags = _named_by_latest(folders[0]), names(folders[0])
+    if path is None and (tags or (folders[0] / LATEST).exists()):
+        others = ", ".join(tags) or f"what {LATEST} names is gone"
         shared = "".join(f" and that {folder} has too" for folder in folders[1:])
         raise CheckpointError(
             f"{folders[0]} has no checkpoint that is known to be whole{shared} ({others}); choose one with "
@@ -197,11 +197,11 @@ def check_checkpoint(
     if "model" not in manifest:
         raise CheckpointError(f"{folder} is a checkpoint of the DeepSpeed actor, not of the Megatron actor.")
     if hf_config is not None:
-        stored, wanted = manifest["model"], describe_model(hf_config)
+        stored, expected = manifest["model"], describe_model(hf_config)
         differences = [
-            f"{name} {stored.get(name)!r} and not {wanted.get(name)!r}"
+            f"{name} {stored.get(name)!r} and not {expected.get(name)!r}"
             for name in _SHAPE_FIELDS
-            if stored.get(name) != wanted.get(name)
+            if stored.get(name) != expected.get(name)
         ]
         if differences:
             raise CheckpointError(f"{folder} is a checkpoint of another model: it has {', '.join(differences)}.")
@@ -271,7 +271,7 @@ def write_manifest(folder: Path, contents: dict[str, Any], known: dict[str, Entr
     for name in _DISTRIBUTIONS:
         with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-    # Later than the others even if the clock has gone back, or another node's is behind: order decides what is newest.
+    # Later than the others, even if the clock has gone back or another node's is behind: order tells which is newest.
     others = (path.parent for path in folder.parent.glob(f"*/{MANIFEST}"))
     written = max([time.time(), *(_written(other) + 1e-3 for other in others)])
     described = {"format": FORMAT, "written": written, **contents, "versions": versions, "files": files}
@@ -303,20 +303,20 @@ def set_latest(folder: Path, tag: str) -> None:
 
 
 def rotate(folder: Path, kept: str, others: Sequence[Path] = (), *, max_num: int, max_mem_gb: float) -> list[str]:
-    """Remove excess checkpoints, the oldest first. OpenRLHF goes by a metric first, which is of an earlier step: it
-    saves a step before it evaluates it (0.11.2, trainer/ppo_trainer.py, fit).
+    """Remove excess checkpoints, the oldest first. OpenRLHF goes by a metric first, but that metric is of an earlier
+    step: it saves a step before it evaluates it (0.11.2, trainer/ppo_trainer.py, fit).
 
     At most ``max_num`` checkpoints and ``max_mem_gb`` (2^30 bytes) stay. Tags that begin with "best" do not count as
     checkpoints and are not removed, except earlier ones when ``kept`` is a new best. Two always stay: ``kept``, and
-    the newest one whose tag is in ``others`` too, which are folders of checkpoints that are only useful together.
+    the newest one whose tag is in ``others`` too: folders of checkpoints that are only useful together.
 
     Returns:
         the removed tags.
     """
-    there = [folder / name for name in names(folder) if not name.endswith(_DAMAGED)]
+    checkpoints = [folder / name for name in names(folder) if not name.endswith(_DAMAGED)]
     staying = {kept, *(path.name for path in _checkpoints(folder, *others)[:1])}
-    best = [path for path in there if path.name.startswith(_BEST)]
-    regular = [path for path in there if not path.name.startswith(_BEST)]
+    best = [path for path in checkpoints if path.name.startswith(_BEST)]
+    regular = [path for path in checkpoints if not path.name.startswith(_BEST)]
     removed = [path for path in best if path.name not in staying] if kept.startswith(_BEST) else []
     for path in removed:
         _remove(path)
@@ -339,19 +339,19 @@ def _written(path: Path) -> float:
 
 def _checkpoints(first: str | Path, *others: str | Path) -> list[Path]:
     """The first folder's checkpoints whose tags the others have too, newest first; nothing else is checked."""
-    found = [path for path in _folders(Path(first)) if _is_checkpoint(path) and not path.name.endswith(_DAMAGED)]
-    shared = [path for path in found if all(_is_checkpoint(Path(other, path.name)) for other in others)]
+    candidates = [path for path in _folders(Path(first)) if _is_checkpoint(path) and not path.name.endswith(_DAMAGED)]
+    shared = [path for path in candidates if all(_is_checkpoint(Path(other, path.name)) for other in others)]
     return sorted(shared, key=_written, reverse=True)
 
 
 def _folders(folder: Path) -> list[Path]:
     """Folders that may be checkpoints; one set beside its place by a crash counts only if its place is empty."""
-    found = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    folders = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     return [
         path
-        for path in found
+        for path in folders
         if not _UNFINISHED.fullmatch(path.name)
-        and not (path.name.endswith(_REPLACED) and path.with_name(path.name.removesuffix(_REPLACED)) in found)
+        and not (path.name.endswith(_REPLACED) and path.with_name(path.name.removesuffix(_REPLACED)) in folders)
     ]
 
 

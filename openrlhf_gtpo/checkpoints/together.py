@@ -18,7 +18,7 @@ _READERS = 4  # threads per rank
 
 
 def choose(folders: Sequence[Path], tag: str | None = None) -> Path | None:
-    """The checkpoint to go on from, which all ranks have found to be what was written; None if there is none.
+    """The checkpoint to go on from, after all ranks have found its files undamaged; None if there is none.
 
     A damaged one is renamed to set it aside, and the one before it is tried.
 
