@@ -61,17 +61,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the instants")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the counts to this JSON file")
     args = parser.parse_args()
-    found = {}
+    by_kind = {}
     with tempfile.TemporaryDirectory() as name:
         tempfile.tempdir = name  # the killed ranks clean up nothing
         source = str(make_checkpoint(Path(name) / "model", "llama", 2048, **SHAPE))
         for kind in args.kinds:
             folder = Path(name) / kind / "_actor"
-            found[kind] = kill_repeatedly(KINDS[kind], source, folder, args.kills, args.seconds, args.seed)
-            print(kind, found[kind], flush=True)
+            by_kind[kind] = kill_repeatedly(KINDS[kind], source, folder, args.kills, args.seconds, args.seed)
+            print(kind, by_kind[kind], flush=True)
             shutil.rmtree(folder)
-    write_results(args.output, args, {"kinds": found})
-    if any(counts["lost"] or counts["damaged"] or counts["not_loaded"] for counts in found.values()):
+    write_results(args.output, args, {"kinds": by_kind})
+    if any(counts["lost"] or counts["damaged"] or counts["not_loaded"] for counts in by_kind.values()):
         sys.exit("A checkpoint was lost.")
 
 

@@ -31,9 +31,9 @@ from benchmarks.reliability.tiny_runs import (
     end,
     inputs,
     notices_of,
-    of_each,
     restarts_of,
     rows,
+    spread_by_fault,
     start,
     until,
 )
@@ -125,23 +125,23 @@ def train(place: Path, name: str, args: argparse.Namespace, steps: int | None = 
 def summary(folder: Path, status: int, seconds: int, faults: list[dict[str, Any]]) -> dict[str, Any]:
     """Of a run that has ended."""
     text = (folder / "log").read_text()
-    made = {row["step"]: row for row in rows(folder)}  # the last, of a step that was made again
-    rewards = [row["reward/mean"] for _, row in sorted(made.items())]
-    dropped = sum(row[names.DROPPED_PROMPTS] for row in made.values())
-    trained = sum(row["rollout/num_samples"] for row in made.values()) / SAMPLES
+    steps = {row["step"]: row for row in rows(folder)}  # the last, of a step that was made again
+    rewards = [row["reward/mean"] for _, row in sorted(steps.items())]
+    dropped = sum(row[names.DROPPED_PROMPTS] for row in steps.values())
+    trained = sum(row["rollout/num_samples"] for row in steps.values()) / SAMPLES
     return {
         "status": status,
         "seconds": seconds,
-        "steps": len(made),
-        "steps_missing": max(made) - len(made),
+        "steps": len(steps),
+        "steps_missing": max(steps) - len(steps),
         "prompts_dropped": dropped,
-        "prompts_lost": len(made) * PROMPTS - dropped - trained,
+        "prompts_lost": len(steps) * PROMPTS - dropped - trained,
         "engine_faults": len(faults),
         "run_restarts": restarts_of(folder),
         "rewards_tried_again": text.count("failed and is tried again"),
-        "largest_vllm_kl": max(abs(row["vllm_kl"]) for row in made.values()),
+        "largest_vllm_kl": max(abs(row["vllm_kl"]) for row in steps.values()),
         "reward_and_its_standard_error": [statistics.mean(rewards), statistics.stdev(rewards) / len(rewards) ** 0.5],
-        "of_each": of_each(faults, "noticed_seconds", "start_seconds", "recovered_seconds"),
+        "of_each": spread_by_fault(faults, "noticed_seconds", "start_seconds", "recovered_seconds"),
         "faults": faults,
         "said": re.findall("^train_ppo_ray.*", text, re.MULTILINE),
     }
@@ -150,19 +150,19 @@ def summary(folder: Path, status: int, seconds: int, faults: list[dict[str, Any]
 def disturb(run: psutil.Popen, folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     """``args.faults`` of them, one after another, or as many as there is time for."""
     chance, deadline = random.Random(args.seed), time.monotonic() + args.seconds
-    found: list[dict[str, Any]] = []
+    faults: list[dict[str, Any]] = []
     (folder / "faults").touch()
-    while len(found) < args.faults and time.monotonic() < deadline:
+    while len(faults) < args.faults and time.monotonic() < deadline:
         until(lambda: len(engines_of(run)) == 2, run)
         time.sleep(chance.uniform(0, 6))
         engines = engines_of(run)
         actor = chance.choice(sorted(engines))
         which, number = chance.choice(["actor", "core"]), chance.choice([SIGKILL, SIGKILL, SIGSTOP])
-        what = f"{which} {'stopped' if number == SIGSTOP else 'killed'}"
-        found.append({"fault": what, **strike(run, folder, actor if which == "actor" else engines[actor], number)})
-        print(found[-1], flush=True)
+        kind = f"{which} {'stopped' if number == SIGSTOP else 'killed'}"
+        faults.append({"fault": kind, **strike(run, folder, actor if which == "actor" else engines[actor], number)})
+        print(faults[-1], flush=True)
     (folder / "faults").unlink()
-    return found
+    return faults
 
 
 def strike(run: psutil.Popen, folder: Path, victim: int, number: int) -> dict[str, Any]:
@@ -196,13 +196,13 @@ def returns_of(folder: Path) -> int:
 
 def engines_of(run: psutil.Popen) -> dict[int, int]:
     """Each engine's actor to vLLM's process under it, of those that have one."""
-    found = {}
+    engines = {}
     for process in run.children(recursive=True):
         with suppress(psutil.Error):
             # That of an actor that died has another parent by now.
             if "EngineCore" in cmdline(process) and "Rollout" in cmdline(process.parent()):
-                found[process.ppid()] = process.pid
-    return found
+                engines[process.ppid()] = process.pid
+    return engines
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ from benchmarks.reliability.tiny_runs import (
     end,
     inputs,
     notices_of,
-    of_each,
     rows,
+    spread_by_fault,
     start,
     until,
 )
@@ -88,6 +88,7 @@ def train(place: Path, order: list[str], chance: random.Random) -> dict[str, Any
         "ckpt.max_num": 2,
         "ckpt.best_metric_key": "none",
     }
+    # One fault after another, and then how the run ends.
     run = start(place, place, flags)
     faults = []
     began = time.monotonic()
@@ -96,9 +97,9 @@ def train(place: Path, order: list[str], chance: random.Random) -> dict[str, Any
         looked = run.children()[0].create_time() - run.create_time()
         idle, since = cpu_seconds(run), time.monotonic()
         for fault in order:
-            found = strike(run, place, fault, chance)
-            faults.append(found)
-            print(found, flush=True)
+            measured = strike(run, place, fault, chance)
+            faults.append(measured)
+            print(measured, flush=True)
         family = run.children(recursive=True)
         share = 0.0
         while run.poll() is None:
@@ -108,17 +109,17 @@ def train(place: Path, order: list[str], chance: random.Random) -> dict[str, Any
             time.sleep(0.5)
     finally:
         end(run)
-    _, left = psutil.wait_procs(family, timeout=5)
-    made = {row["step"] for row in rows(place)}
+    _, survivors = psutil.wait_procs(family, timeout=5)
+    steps = {row["step"] for row in rows(place)}
     return {
         "status": run.returncode,
         "seconds": round(time.monotonic() - began),
         "seconds_of_the_supervisor_before_the_first_start": round(looked, 1),
         "share_of_a_core_that_the_supervisor_takes": round(share, 4),
-        "steps": max(made),
-        "steps_missing": len(set(range(1, episodes * QUESTIONS // PROMPTS + 1)) - made),
-        "processes_left": len(left),
-        "of_each": of_each(faults, "noticed_seconds", "recovered_seconds", "steps_repeated"),
+        "steps": max(steps),
+        "steps_missing": len(set(range(1, episodes * QUESTIONS // PROMPTS + 1)) - steps),
+        "processes_left": len(survivors),
+        "of_each": spread_by_fault(faults, "noticed_seconds", "recovered_seconds", "steps_repeated"),
         "faults": faults,
         "said": re.findall("^train_ppo_ray.*", (place / "log").read_text(), re.MULTILINE),
     }
@@ -131,7 +132,7 @@ def strike(run: psutil.Popen, place: Path, fault: str, chance: random.Random) ->
     before = rows(place)[-1]["step"]
     doing = (place / "metrics.jsonl.phase").read_text()
     notices = notices_of(place)
-    victims = [one for one in run.children(recursive=True) if re.search(name, cmdline(one))]
+    victims = [process for process in run.children(recursive=True) if re.search(name, cmdline(process))]
     victim = chance.choice(victims) if "ray::" in name else victims[0]  # the driver comes before what it started
     struck = time.monotonic()
     victim.send_signal(number)

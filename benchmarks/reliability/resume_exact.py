@@ -123,9 +123,9 @@ def kill(run: psutil.Popen, folder: Path, instants: random.Random) -> dict[str, 
         with suppress(psutil.NoSuchProcess):
             process.kill()
     run.wait()
-    made = lines_of(folder)[before:]
+    steps = lines_of(folder)[before:]
     checkpoints = sorted(path.name for path in (folder / "checkpoints" / "_actor").glob("*global_step*"))
-    return {"seconds_after_a_step": round(seconds, 2), "processes": len(processes), "steps_made": made} | {
+    return {"seconds_after_a_step": round(seconds, 2), "processes": len(processes), "steps_made": steps} | {
         "left_in_the_folder": checkpoints
     }
 
@@ -137,26 +137,36 @@ def lines_of(folder: Path) -> list[int]:
 def compare(whole: Path, parts: Path) -> dict[str, Any]:
     """What was compared, and the names of what differs."""
     differences = []
-    one, other = (
+    metrics, metrics_in_parts = (
         {(row["kind"], row["step"]): without_times(row) for row in read_runs(run)[-1] if row["kind"] != "run"}
         for run in (whole, parts)
     )
-    differences += [f"metrics {key}" for key in one.keys() | other.keys() if one.get(key) != other.get(key)]
-    said, again = responses_of(whole), responses_of(parts)
     differences += [
-        f"responses of step {key}" for key in said.keys() | again.keys() if said.get(key) != again.get(key)
+        f"metrics {key}"
+        for key in metrics.keys() | metrics_in_parts.keys()
+        if metrics.get(key) != metrics_in_parts.get(key)
     ]
-    weights, theirs = (load_file(run / "trained" / "model.safetensors") for run in (whole, parts))
-    differences += [f"weight {name}" for name in weights if not torch.equal(weights[name], theirs[name])]
-    shown, too = events_of(whole), events_of(parts)
-    differences += [f"TensorBoard {tag}" for tag in shown.keys() | too.keys() if shown.get(tag) != too.get(tag)]
+    responses, responses_in_parts = responses_of(whole), responses_of(parts)
+    differences += [
+        f"responses of step {key}"
+        for key in responses.keys() | responses_in_parts.keys()
+        if responses.get(key) != responses_in_parts.get(key)
+    ]
+    weights, weights_in_parts = (load_file(run / "trained" / "model.safetensors") for run in (whole, parts))
+    differences += [f"weight {name}" for name in weights if not torch.equal(weights[name], weights_in_parts[name])]
+    scalars, scalars_in_parts = events_of(whole), events_of(parts)
+    differences += [
+        f"TensorBoard {tag}"
+        for tag in scalars.keys() | scalars_in_parts.keys()
+        if scalars.get(tag) != scalars_in_parts.get(tag)
+    ]
     return {
-        "steps": max(step for kind, step in one if kind == "train"),
+        "steps": max(step for kind, step in metrics if kind == "train"),
         "steps_made_in_parts": lines_of(parts),
-        "metrics": sum(len(row) for row in one.values()),
-        "responses": sum(len(texts) for texts in said.values()),
+        "metrics": sum(len(row) for row in metrics.values()),
+        "responses": sum(len(texts) for texts in responses.values()),
         "weights": len(weights),
-        "tensorboard_scalars": sum(len(points) for points in shown.values()),
+        "tensorboard_scalars": sum(len(points) for points in scalars.values()),
         "best_checkpoint": sorted(path.name for path in (parts / "checkpoints" / "_actor").glob("best*")),
         "differences": sorted(differences),
     }
@@ -168,12 +178,12 @@ def without_times(row: dict[str, Any]) -> dict[str, Any]:
 
 def responses_of(run: Path) -> dict[int, list[list[str]]]:
     """Prompt and text of every response, by the step that was in progress; of one made again, each once."""
-    found: dict[int, set[tuple[str, str]]] = {}
+    by_step: dict[int, set[tuple[str, str]]] = {}
     for line in (run / "responses.jsonl").read_text().splitlines():
         with suppress(ValueError):  # the kill cut it off
             step, prompt, text = json.loads(line)
-            found.setdefault(step, set()).add((prompt, text))
-    return {step: sorted(map(list, texts)) for step, texts in found.items()}
+            by_step.setdefault(step, set()).add((prompt, text))
+    return {step: sorted(map(list, texts)) for step, texts in by_step.items()}
 
 
 def events_of(run: Path) -> dict[str, list[tuple[int, float]]]:

@@ -63,13 +63,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="of supervision")
     parser.add_argument("--output", type=Path, metavar="FILE")
     args = parser.parse_args()
-    found = {"supervision": of_supervision(args.seconds), **run_processes(of_checkpoints, 1, args)}
-    for what, numbers in found.items():
-        print(what, numbers, flush=True)
-    write_results(args.output, args, found)
+    results = {"supervision": supervision_share(args.seconds), **run_processes(checkpoint_shares, 1, args)}
+    for name, numbers in results.items():
+        print(name, numbers, flush=True)
+    write_results(args.output, args, results)
 
 
-def of_checkpoints(args: argparse.Namespace) -> dict[str, Any]:
+def checkpoint_shares(args: argparse.Namespace) -> dict[str, Any]:
     """In the one rank of the default group."""
     batch = {"prompts": 16, "samples": 8, "prompt_tokens": 32, "response_tokens": 32, "max_tokens": 1024, "seed": 1}
     groups.initialize(Layout(), seed=1)
@@ -136,15 +136,15 @@ def compared(without: Callable[[], Any], with_it: Callable[[], Any], repeat: int
         used[name].append(time.process_time() - began)
 
     sides = {"without": {"": partial(counted, "without", without)}, "with": {"": partial(counted, "with", with_it)}}
-    seconds = {name: one.seconds[""] for name, one in measure(sides, repeat, warm_up=0).items()}
-    found: dict[str, Any] = {}
-    for clock, values in (("seconds", seconds), ("processor_seconds", used)):
-        found[clock] = {name: statistics.median(ones) for name, ones in values.items()}
-        found[f"share_of_{clock}"] = spread(ratio - 1 for ratio in ratios(values["with"], values["without"]))
-    return found
+    seconds = {name: side.seconds[""] for name, side in measure(sides, repeat, warm_up=0).items()}
+    result: dict[str, Any] = {}
+    for clock, by_side in (("seconds", seconds), ("processor_seconds", used)):
+        result[clock] = {name: statistics.median(values) for name, values in by_side.items()}
+        result[f"share_of_{clock}"] = spread(ratio - 1 for ratio in ratios(by_side["with"], by_side["without"]))
+    return result
 
 
-def of_supervision(seconds: float) -> dict[str, float]:
+def supervision_share(seconds: float) -> dict[str, float]:
     """What the supervising process takes of one core while it watches a run that beats."""
     waiting = f"sleep {seconds} & " * _PROCESSES + "wait"
     with tempfile.TemporaryDirectory() as folder:

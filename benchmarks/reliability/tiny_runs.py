@@ -102,12 +102,12 @@ def cmdline(process: psutil.Process) -> str:
     return ""
 
 
-def of_each(faults: Sequence[Mapping[str, Any]], *measured: str) -> dict[str, Any]:
+def spread_by_fault(faults: Sequence[Mapping[str, Any]], *measured: str) -> dict[str, Any]:
     """By kind of fault how many there were, and the least, median and most of what was ``measured``."""
-    found = {}
-    for kind in dict.fromkeys(one["fault"] for one in faults):
-        ours = [one for one in faults if one["fault"] == kind]
-        values = {name: [one[name] for one in ours if name in one] for name in measured}
+    by_kind = {}
+    for kind in dict.fromkeys(fault["fault"] for fault in faults):
+        alike = [fault for fault in faults if fault["fault"] == kind]
+        values = {name: [fault[name] for fault in alike if name in fault] for name in measured}
         spreads = {name: [min(v), statistics.median(v), max(v)] for name, v in values.items() if v}
-        found[kind] = {"times": len(ours), **spreads}
-    return found
+        by_kind[kind] = {"times": len(alike), **spreads}
+    return by_kind

@@ -40,7 +40,7 @@ def main() -> None:
     rounded = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).eval()
     exact = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).float().eval()
     columns = (dump.columns[name].rows()[: args.rows] for name in ("prompt_tokens", "tokens", "mask", "entropy"))
-    found: dict[str, list[Tensor]] = {"sampler": [], "forward": [], "token by token": [], "float32": []}
+    entropies: dict[str, list[Tensor]] = {"sampler": [], "forward": [], "token by token": [], "float32": []}
     for prompt, tokens, mask, sampled in zip(*columns, strict=True):
         row, start, action = torch.tensor([prompt + tokens]), len(prompt), torch.tensor(mask)
         ways = {
@@ -50,18 +50,18 @@ def main() -> None:
             "float32": entropy(exact(row).logits[0, start - 1 : -1], temperature),
         }
         for name, values in ways.items():
-            found[name].append(values[action])
+            entropies[name].append(values[action])
     results: dict[str, Any] = {}
-    for name, other in PAIRS:
-        difference = torch.cat(found[name]) - torch.cat(found[other])
+    for name, reference in PAIRS:
+        difference = torch.cat(entropies[name]) - torch.cat(entropies[reference])
         size = difference.abs()
-        results[f"{name} - {other}"] = {
+        results[f"{name} - {reference}"] = {
             "mean": difference.mean().item(),
             "standard_error": (difference.std() / len(difference) ** 0.5).item(),
             "mean_size": size.mean().item(),
             "p99_size": size.quantile(0.99).item(),
         }
-    tokens = len(torch.cat(found["float32"]))
+    tokens = len(torch.cat(entropies["float32"]))
     rows = [[pair, *(f"{value:.4f}" for value in values.values())] for pair, values in results.items()]
     print_table(f"entropies of {tokens} tokens, nats", ["", "mean", "s.e.", "mean |.|", "p99 |.|"], rows)
     write_results(args.output, args, {"tokens": tokens, "differences": results})

@@ -83,8 +83,8 @@ class Method(Policy):
 
     def processor_seconds(self) -> float:
         """Of this process and the actor's so far."""
-        (of_actor,) = ray.get(self._group.async_run_method(method_name="processor_seconds"))
-        return time.process_time() + of_actor
+        (actor_seconds,) = ray.get(self._group.async_run_method(method_name="processor_seconds"))
+        return time.process_time() + actor_seconds
 
 
 def main() -> None:
@@ -103,6 +103,7 @@ def main() -> None:
     args = parser.parse_args()
     chosen = {name: flags for name, flags in METHODS.items() if name in ("group_norm", *args.methods)}
 
+    # All methods share one policy in one Ray actor, and change its arguments before each call.
     argv = trainer_argv(args, {})
     load = os.getloadavg()
     parsed = trainer.parse([*argv, *METHODS["group_norm"]])
@@ -136,17 +137,18 @@ def main() -> None:
     finally:
         ray.shutdown()
 
+    # Each method over group_norm, by both clocks.
     results: dict[str, Any] = {}
-    for name, one in measured.items():
+    for name, side in measured.items():
         counted = {phase: seconds[-args.repeat :] for phase, seconds in processor[name].items()}
-        results[name] = {"seconds": one.seconds, "processor_seconds": counted}
-    rows, bases = [], results["group_norm"]
-    for name, one in results.items():
+        results[name] = {"seconds": side.seconds, "processor_seconds": counted}
+    rows, base = [], results["group_norm"]
+    for name, result in results.items():
         over = []
         for clock in ("seconds", "processor_seconds"):
-            step, base = ([sum(phases) for phases in zip(*side[clock].values())] for side in (one, bases))
-            one[f"{clock}_over_group_norm"] = ratios(step, base)
-            over.append(median_and_range(ratios(step, base), 3))
+            step, base_step = ([sum(phases) for phases in zip(*part[clock].values())] for part in (result, base))
+            result[f"{clock}_over_group_norm"] = ratios(step, base_step)
+            over.append(median_and_range(ratios(step, base_step), 3))
         rows.append([name, *over])
     print_table("a step over group_norm's", ["method", "seconds", "processor seconds"], rows)
     write_results(args.output, args, {"load_average": [load, os.getloadavg()], "methods": results})

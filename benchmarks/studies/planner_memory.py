@@ -23,9 +23,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, metavar="FILE", help="write every rank's bytes to this JSON file")
     args = parser.parse_args()
     layouts: dict[str, list[dict[str, Any]]] = {}
-    with RankPool(1) as one, RankPool(4) as four:
+    with RankPool(1) as one_rank, RankPool(4) as four_ranks:
         for name, case in (SEEN | UNSEEN).items():
-            ranks = measured_and_planned(case, one if case.world == 1 else four)
+            ranks = measured_and_planned(case, one_rank if case.world == 1 else four_ranks)
             layouts[name] = [{"measured": measured, "planned": planned} for measured, planned in ranks]
             errors = [sum(planned.values()) / sum(measured.values()) - 1 for measured, planned in ranks]
             most = max(sum(measured.values()) for measured, _ in ranks)

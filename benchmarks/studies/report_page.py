@@ -23,16 +23,16 @@ ROOT = Path(__file__).resolve().parents[2]
 RUNS = ROOT / "docs" / "results" / "quickstart" / "runs.tar.xz"
 
 
-def of_percentiles(scenario: str, seeds: int, questions: int, repetitions: int, resamples: int = 400) -> float:
+def percentile_coverage(scenario: str, seeds: int, questions: int, repetitions: int, resamples: int = 400) -> float:
     random = np.random.default_rng(0)
-    held = 0
+    covered = 0
     for _ in range(repetitions):
         differences = draw(random, scenario, seeds, questions)
         rows = random.integers(seeds, size=(resamples, seeds, 1))
         columns = random.integers(questions, size=(resamples, seeds, questions))
         low, high = np.percentile(differences[rows, columns].mean(axis=(1, 2)), [2.5, 97.5])
-        held += low <= EFFECT <= high
-    return held / repetitions
+        covered += low <= EFFECT <= high
+    return covered / repetitions
 
 
 def seconds_of_page(runs: int, steps: int) -> float:
@@ -75,16 +75,16 @@ def main() -> None:
     args = parser.parse_args()
     seconds = seconds_of_page(args.runs, args.steps)
     print(f"{args.runs} runs of {args.steps} steps: {seconds:.1f} s")
-    found = []
+    cases = []
     for scenario in (*SCENARIOS, "answers"):
         for seeds in (3, 5):
             for questions in (30, 100):
                 case = {"scenario": scenario, "seeds": seeds, "questions": questions}
                 case["coverage"] = coverage(scenario, seeds, questions, args.repetitions)
-                case["percentile_bootstrap"] = of_percentiles(scenario, seeds, questions, args.repetitions // 20)
+                case["percentile_bootstrap"] = percentile_coverage(scenario, seeds, questions, args.repetitions // 20)
                 print(*case.values())
-                found.append(case)
-    write_results(args.output, args, {"page_seconds": seconds, "cases": found})
+                cases.append(case)
+    write_results(args.output, args, {"page_seconds": seconds, "cases": cases})
 
 
 if __name__ == "__main__":

@@ -47,21 +47,22 @@ def main() -> None:
         for row in range(args.rows)
     ]
 
+    # Whole rollouts, then single steps of the sampler.
     def rollout(logprobs: int | None) -> None:
-        asked = {"logprobs": logprobs, "flat_logprobs": logprobs is not None}
-        sampling = SamplingParams(max_tokens=args.tokens, ignore_eos=True, detokenize=False, **asked)
+        request = {"logprobs": logprobs, "flat_logprobs": logprobs is not None}
+        sampling = SamplingParams(max_tokens=args.tokens, ignore_eos=True, detokenize=False, **request)
         engine.generate(prompts, sampling, use_tqdm=False)
 
     sides = {"without": {"rollout": lambda: rollout(None)}, "with entropies": {"rollout": lambda: rollout(0)}}
     measured = measure(sides, args.repeat)
     samplers = measure(sampler_sides(args.rows, vocab_size, "cpu" if on_cpu else "cuda"), 3 * args.repeat, warm_up=2)
-    for phase, found in (("rollout", measured), ("sampler", samplers)):
-        base = found["without"]
+    for phase, sides_measured in (("rollout", measured), ("sampler", samplers)):
+        base = sides_measured["without"]
         rows = [[name, f"{min(side.seconds[phase]):.4f}", median_and_range(side.over(base, phase), 3)]
-                for name, side in found.items()]  # fmt: skip
+                for name, side in sides_measured.items()]  # fmt: skip
         print_table(phase, ["", "least s", "over without, median (range)"], rows)
-    results = {name: {side: m.as_json() for side, m in found.items()}
-               for name, found in (("rollout", measured), ("sampler", samplers))}  # fmt: skip
+    results = {name: {side: m.as_json() for side, m in sides_measured.items()}
+               for name, sides_measured in (("rollout", measured), ("sampler", samplers))}  # fmt: skip
     write_results(args.output, args, {"load_average": [load, os.getloadavg()], **results})
 
 

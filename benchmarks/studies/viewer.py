@@ -55,7 +55,7 @@ def dump(path: Path, rows: int, tokens: int, samples: int = 8) -> None:
     columns: dict[str, Any] = {
         "row": np.arange(rows),
         "group": group,
-        "prompt": [f"prompt {one}" for one in group],
+        "prompt": [f"prompt {number}" for number in group],
         "outcome": outcome,
         "length_penalty": np.zeros(rows),
         "truncated": np.zeros(rows, bool),
@@ -85,10 +85,11 @@ def dump_cost(name: str, train_rows: int, repeat: int, rows: int = 64, tokens: i
     from openrlhf_gtpo.training.rows import Row
     from openrlhf_gtpo.training.run import parse
 
+    # A dumper whose rollout, ratios and run are made up, and whose writes are timed in their own thread.
     tokenizer, model = AutoTokenizer.from_pretrained(name), AutoModelForCausalLM.from_pretrained(name).float()
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(0, tokenizer.vocab_size, (rows, tokens + 1), generator=draw)
-    values = torch.rand(rows, tokens, generator=draw)
+    drawn = torch.rand(rows, tokens, generator=draw)
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--actor.model_name_or_path", name, "--vllm.num_engines", "1", "--reward.remote_url", "r.py"]
         flags += ["--rollout.n_samples_per_prompt", "8", "--algo.advantage.estimator", "gtpo"]
@@ -96,29 +97,30 @@ def dump_cost(name: str, train_rows: int, repeat: int, rows: int = 64, tokens: i
         dumper = dumps.RolloutDumper(args)
         write, cpu = dumper._write, [0.0]
 
-        def timed(*what: Any) -> None:
+        def timed(*arguments: Any) -> None:
             began = time.thread_time()
-            write(*what)
+            write(*arguments)
             cpu[0] = time.thread_time() - began
 
         dumper._write = timed  # type: ignore
         measured: dict[str, list[float]] = {"call_s": [], "thread_cpu_s": [], "train_s": [], "train_cpu_s": []}
         mask = np.arange(tokens + 1) > 0
         sampled = [Row("prompt", None, row // 8, ids[row].numpy(), mask, None, 1.0, None) for row in range(rows)]
-        ratios = {row: (values[row].numpy(), values[row].numpy() > 0.5) for row in range(rows)}
+        ratios = {row: (drawn[row].numpy(), drawn[row].numpy() > 0.5) for row in range(rows)}
         rank = SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda function: ratios))
-        dumps.ray = SimpleNamespace(get=lambda taken: taken)  # type: ignore[assignment]
+        dumps.ray = SimpleNamespace(get=lambda result: result)  # type: ignore[assignment]
         group = SimpleNamespace(_actor_handlers=[rank])
         run = SimpleNamespace(tokenizer=tokenizer, max_steps=repeat, step=0, models=SimpleNamespace(actor=group))
         dumper.begin(run)
+        # In turns: dump a step, and train on a few of its rows.
         for step in range(1, repeat + 1):
             ones = torch.ones(rows)
             experience = Experience(
-                sequences=ids, attention_mask=torch.ones_like(ids), action_mask=torch.ones_like(values),
-                action_log_probs=-values, rollout_log_probs=-values, advantages=values, rewards=ones,
-                truncated=ones.bool(), index=list(range(rows)), kl=values, prompts=["prompt"] * rows,
+                sequences=ids, attention_mask=torch.ones_like(ids), action_mask=torch.ones_like(drawn),
+                action_log_probs=-drawn, rollout_log_probs=-drawn, advantages=drawn, rewards=ones,
+                truncated=ones.bool(), index=list(range(rows)), kl=drawn, prompts=["prompt"] * rows,
             )  # fmt: skip
-            batch = RolloutBatch.gather([experience], [TokenValues(-values, values)], sampled, 8)
+            batch = RolloutBatch.gather([experience], [TokenValues(-drawn, drawn)], sampled, 8)
             began = time.perf_counter()
             run.step = step - 1
             dumper.on_batch(batch, [experience])
@@ -138,7 +140,7 @@ def dump_cost(name: str, train_rows: int, repeat: int, rows: int = 64, tokens: i
     }
     return {
         "rows": rows, "tokens": tokens, "load_average": os.getloadavg()[0], "dump_mib": size, "seconds": measured,
-        "share": {which: {"median": float(np.median(one)), "largest": max(one)} for which, one in shares.items()},
+        "share": {name: {"median": float(np.median(part)), "largest": max(part)} for name, part in shares.items()},
     }  # fmt: skip
 
 
@@ -160,7 +162,7 @@ def main() -> None:
         dump(file, args.rows, args.tokens)
         wall, cpu = time.perf_counter(), time.process_time()
         assert view.main([str(file), "--output", str(page_file)]) == 0
-        made = {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
+        page_cost = {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page()
         page.goto(page_file.as_uri())
@@ -172,7 +174,7 @@ def main() -> None:
             "load_average": os.getloadavg()[0],
             "dump_mib": file.stat().st_size / 2**20,
             "page_mib": page_file.stat().st_size / 2**20,
-            "page": made,
+            "page": page_cost,
             "first_paint_ms": paint,
             "ready_ms": ready,
             "click_ms": {"fastest": clicks[0], "median": clicks[10], "slowest": clicks[-1]},

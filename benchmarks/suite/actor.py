@@ -42,9 +42,9 @@ def run(args: argparse.Namespace) -> None:
     backends = {"deepspeed": ray.remote(EntropyPolicyActor), "megatron": ray.remote(MegatronPolicy)}
     measured = measure_actors(step, backends, args.trainer_flags)
     rows = []
-    for backend, one in measured.items():
-        speeds = (statistics.median(ratios(one.about["tokens"], one.seconds[phase])) for phase in _PHASES)
-        rows.append((backend, *(f"{speed:,.0f}" for speed in speeds), f"{one.about['peak_bytes'] / 2**30:.2f}"))
+    for backend, side in measured.items():
+        speeds = (statistics.median(ratios(side.about["tokens"], side.seconds[phase])) for phase in _PHASES)
+        rows.append((backend, *(f"{speed:,.0f}" for speed in speeds), f"{side.about['peak_bytes'] / 2**30:.2f}"))
     faster = {phase: spread(measured["deepspeed"].over(measured["megatron"], phase)) for phase in _PHASES}
     notes = (
         f"{phase}: megatron is {median:.2f}x as fast as deepspeed (from {low:.2f} to {high:.2f}, batch by batch)"
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> None:
     )
     columns = ("backend", "forward tok/s", "train tok/s", "peak GiB")
     print_table(f"medians of {args.repeat} batches", columns, rows, notes)
-    sides = {name: {**one.seconds, **one.about} for name, one in measured.items()}
+    sides = {name: {**side.seconds, **side.about} for name, side in measured.items()}
     write_results(args.output, args, {"measured": sides, "ratios": faster})
 
 
@@ -89,10 +89,10 @@ def measure_actors(
             for name, policy in policies.items()
         }
         measured = measure(phases, args.repeat, args.warmup, new_round=new_round)
-        for name, one in measured.items():
-            del one.seconds["between"]  # another forward, because training needs its results
+        for name, side in measured.items():
+            del side.seconds["between"]  # another forward, because training needs its results
             peak = max(loaded[name], policies[name].peak_bytes())
-            one.about = {"tokens": tokens[args.warmup :], "loaded_bytes": loaded[name], "peak_bytes": peak}
+            side.about = {"tokens": tokens[args.warmup :], "loaded_bytes": loaded[name], "peak_bytes": peak}
         return measured
     finally:
         ray.shutdown()

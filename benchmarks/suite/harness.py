@@ -35,7 +35,7 @@ class Measured:
 
     def over(self, base: "Measured", phase: str) -> list[float]:
         """Ratios of its seconds to ``base``'s in ``phase``, repetition by repetition; empty if either has none."""
-        pairs = [one.seconds.get(phase, []) for one in (self, base)]
+        pairs = [side.seconds.get(phase, []) for side in (self, base)]
         return ratios(*pairs) if all(pairs) else []
 
 

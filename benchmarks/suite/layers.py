@@ -82,8 +82,8 @@ def case_of(args: argparse.Namespace, config: Any, chosen: dict[str, Fp8Options 
     product = SquareProduct(args.matrix)
     measured = measure({**sides, _PRODUCT: {_PRODUCT: product}}, args.repeat, warm_up=0)
     rates = [product.flops / seconds for seconds in measured.pop(_PRODUCT).seconds[_PRODUCT]]
-    for name, one in measured.items():
-        one.about = about[name]
+    for name, result in measured.items():
+        result.about = about[name]
     rows = args.tokens // args.sequence_length
     forward = args.micro_batches * decoder_flops(ModelShape.of(config), [args.sequence_length] * rows)
     return {
@@ -91,7 +91,7 @@ def case_of(args: argparse.Namespace, config: Any, chosen: dict[str, Fp8Options 
         "tokens": args.tokens * args.micro_batches,
         "flops": {phase: passes * forward for phase, passes in PHASES.items()},
         "matrix": {"side": args.matrix, "dtype": "bfloat16", "flops_per_second": rates},
-        "measured": {name: one.as_json() for name, one in measured.items()},
+        "measured": {name: result.as_json() for name, result in measured.items()},
     }
 
 
@@ -99,18 +99,18 @@ def derived(case: dict[str, Any]) -> dict[str, Any]:
     """For each precision and phase: tokens/s and FLOP/s of each repetition, median FLOP/s over the median rate of the
     product (MFU), and how many times as fast as bfloat16 each repetition was."""
     rate = statistics.median(case["matrix"]["flops_per_second"])
-    found: dict[str, Any] = {}
-    for name, one in case["measured"].items():
-        found[name] = {}
-        for phase, seconds in one["seconds"].items():
-            flops = [case["flops"][phase] / each for each in seconds]
-            found[name][phase] = {
-                "tokens_per_second": [case["tokens"] / each for each in seconds],
+    by_precision: dict[str, Any] = {}
+    for name, side in case["measured"].items():
+        by_precision[name] = {}
+        for phase, seconds in side["seconds"].items():
+            flops = [case["flops"][phase] / duration for duration in seconds]
+            by_precision[name][phase] = {
+                "tokens_per_second": [case["tokens"] / duration for duration in seconds],
                 "flops_per_second": flops,
                 "mfu": statistics.median(flops) / rate,
                 "times_bf16": ratios(case["measured"][BF16]["seconds"][phase], seconds),
             }
-    return found
+    return by_precision
 
 
 def _phases(trainer: Trainer, batches: list[MicroBatch]) -> dict[str, Any]:
@@ -146,15 +146,17 @@ def _batches(args: argparse.Namespace) -> list[MicroBatch]:
 def _print(case: dict[str, Any], repeat: int) -> None:
     rows = []
     for name, phases in case["derived"].items():
-        one = case["measured"][name]
-        label = f"{name} ({one['fp8'].split()[0]})" if one["fp8"] else name
-        memory = "?" if one["peak_bytes"] is None else f"{one['peak_bytes'] / 2**30:.1f}"
+        side = case["measured"][name]
+        label = f"{name} ({side['fp8'].split()[0]})" if side["fp8"] else name
+        memory = "?" if side["peak_bytes"] is None else f"{side['peak_bytes'] / 2**30:.1f}"
         for phase, numbers in phases.items():
             tokens, flops = (statistics.median(numbers[f"{unit}_per_second"]) for unit in ("tokens", "flops"))
             times = median_and_range(numbers["times_bf16"])
             speed = f"{flops / 1e12:.2f}", f"{numbers['mfu']:.1%}"
             rows.append((label, phase, f"{tokens:,.0f}", times, *speed, memory))
-    notes = [f"{name} was not measured: {one['failure']}" for name, one in case["measured"].items() if one["failure"]]
+    notes = [
+        f"{name} was not measured: {side['failure']}" for name, side in case["measured"].items() if side["failure"]
+    ]
     notes += [f"{name} is absent: {reason}" for name, reason in case["absent"].items()]
     matrix = case["matrix"]
     print_table(

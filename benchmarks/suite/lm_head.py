@@ -41,8 +41,8 @@ def run(args: argparse.Namespace) -> None:
         case = {
             "shape": shape,
             "tensor_parallel": ranks,
-            "measured": {name: one.as_json() for name, one in measured.items()},
-            "over_product": {n: {phase: one.over(base, phase) for phase in PHASES} for n, one in measured.items()},
+            "measured": {name: side.as_json() for name, side in measured.items()},
+            "over_product": {n: {phase: side.over(base, phase) for phase in PHASES} for n, side in measured.items()},
             "entropy_on_over_off": {phase: on.over(off, phase) for phase in PHASES},
             "absent": absent,
         }
@@ -71,13 +71,13 @@ def measure_ways(shape: dict[str, Any], repeat: int, seed: int) -> tuple[dict[st
         UsageError: one of several ranks is out of memory, which the others would wait for.
     """
     ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    problem, whole = _problem(shape, seed, ranks, rank)
-    exact = _exact(problem.hidden, whole, problem.labels)
-    del whole
-    found, absent = ways(cuda=problem.hidden.is_cuda, sharded=ranks > 1)
-    sides: dict[str, dict[str, Any]] = {name: {} for name in found}
+    problem, full_weight = _problem(shape, seed, ranks, rank)
+    exact = _exact(problem.hidden, full_weight, problem.labels)
+    del full_weight
+    available, absent = ways(cuda=problem.hidden.is_cuda, sharded=ranks > 1)
+    sides: dict[str, dict[str, Any]] = {name: {} for name in available}
     about: dict[str, dict[str, Any]] = {}
-    for name, way in found.items():
+    for name, way in available.items():
         about[name] = {"extra_bytes": {}, "log_prob_error": None, "entropy_error": None, "failure": {}}
         for phase, call in zip(PHASES, way, strict=True):
             _probe(phase, call, problem, exact, about[name])
@@ -87,8 +87,8 @@ def measure_ways(shape: dict[str, Any], repeat: int, seed: int) -> tuple[dict[st
                 reason = about[name]["failure"][phase]
                 raise UsageError(f"{name} on {ranks} processes: {reason}; give fewer tokens in --shape.")
     measured = measure(sides, repeat, warm_up=0, before_each=problem.drop_gradients)
-    for name, one in measured.items():
-        one.about = about[name]
+    for name, side in measured.items():
+        side.about = about[name]
     return measured, absent
 
 
@@ -102,20 +102,20 @@ def _problem(shape: dict[str, Any], seed: int, ranks: int, rank: int) -> tuple[P
         return torch.randn(*size, generator=generator, device=device, dtype=getattr(torch, dtype))
 
     hidden = normal(tokens, width) * (LOGIT_SCALE / width**0.5)
-    whole = normal(vocabulary, width)
+    full_weight = normal(vocabulary, width)
     labels = torch.randint(vocabulary, (tokens,), generator=generator, device=device)
-    weight = whole.chunk(ranks)[rank].clone() if ranks > 1 else whole
+    weight = full_weight.chunk(ranks)[rank].clone() if ranks > 1 else full_weight
     group = torch.distributed.group.WORLD if ranks > 1 else None
-    return Problem(hidden.requires_grad_(), weight.requires_grad_(), labels, TEMPERATURE, group), whole
+    return Problem(hidden.requires_grad_(), weight.requires_grad_(), labels, TEMPERATURE, group), full_weight
 
 
 @torch.no_grad()
 def _exact(hidden: Tensor, weight: Tensor, labels: Tensor) -> Outputs:
     """Log-probs and entropies of the first tokens in float64, from logits that are also in float64."""
-    some = hidden[:COMPARED_TOKENS].double()
-    logits = torch.cat([some @ part.double().t() for part in weight.split(8192)], dim=1) / TEMPERATURE
+    first_tokens = hidden[:COMPARED_TOKENS].double()
+    logits = torch.cat([first_tokens @ part.double().t() for part in weight.split(8192)], dim=1) / TEMPERATURE
     log_p = logits.log_softmax(1)
-    return log_p.gather(1, labels[: len(some), None]).squeeze(1), -(log_p.exp() * log_p).sum(1)
+    return log_p.gather(1, labels[: len(first_tokens), None]).squeeze(1), -(log_p.exp() * log_p).sum(1)
 
 
 def _probe(phase: str, call: Phase, problem: Problem, exact: Outputs, about: dict[str, Any]) -> None:
@@ -130,27 +130,27 @@ def _probe(phase: str, call: Phase, problem: Problem, exact: Outputs, about: dic
         about["failure"][phase] = f"out of memory: {str(error).splitlines()[0]}"
         return
     peak = memory.beyond()
-    kept = [tensor for tensor in (*(outputs or ()), problem.hidden.grad, problem.weight.grad) if tensor is not None]
-    about["extra_bytes"][phase] = None if peak is None else peak - sum(tensor.nbytes for tensor in kept)
+    results = [tensor for tensor in (*(outputs or ()), problem.hidden.grad, problem.weight.grad) if tensor is not None]
+    about["extra_bytes"][phase] = None if peak is None else peak - sum(tensor.nbytes for tensor in results)
     if outputs is not None and phase == "forward":
-        for name, mine, truth in zip(("log_prob_error", "entropy_error"), outputs, exact, strict=True):
-            if mine is not None and truth is not None:
-                about[name] = float((mine[: len(truth)].double() - truth).abs().max())
+        for name, values, truth in zip(("log_prob_error", "entropy_error"), outputs, exact, strict=True):
+            if values is not None and truth is not None:
+                about[name] = float((values[: len(truth)].double() - truth).abs().max())
 
 
 def _print(case: dict[str, Any], repeat: int) -> None:
     rows = []
-    for name, one in case["measured"].items():
+    for name, side in case["measured"].items():
         cells = [name]
         for phase in PHASES:
-            if phase in one["failure"]:
+            if phase in side["failure"]:
                 cells += ["no memory", "", ""]
                 continue
-            extra, over = one["extra_bytes"][phase], case["over_product"][name][phase]
-            cells.append(f"{statistics.median(one['seconds'][phase]) * 1e3:.1f}")
+            extra, over = side["extra_bytes"][phase], case["over_product"][name][phase]
+            cells.append(f"{statistics.median(side['seconds'][phase]) * 1e3:.1f}")
             cells.append(f"{statistics.median(over):.2f}" if over else "?")
             cells.append("?" if extra is None else f"{extra / 2**20:.0f}")
-        errors = one["log_prob_error"], one["entropy_error"]
+        errors = side["log_prob_error"], side["entropy_error"]
         rows.append([*cells, *("" if error is None else f"{error:.1e}" for error in errors)])
     costs = {phase: ratios for phase, ratios in case["entropy_on_over_off"].items() if ratios}
     texts = (f"{phase.replace('_', ' + ')} {statistics.median(ratios):.3f}" for phase, ratios in costs.items())

@@ -50,20 +50,20 @@ def ways(*, cuda: bool, sharded: bool) -> tuple[dict[str, Way], dict[str, str]]:
         sharded: True if the vocabulary is sharded.
     """
     product = _Product()
-    found: dict[str, Way] = {PRODUCT: (product.one, product.four)}
+    available: dict[str, Way] = {PRODUCT: (product.forward, product.forward_backward)}
     absent = {}
-    others = {"openrlhf": ("openrlhf", _openrlhf), "liger": ("liger_kernel", _liger), "verl": ("verl", _verl)}
-    for name, (module, load) in others.items():
+    libraries = {"openrlhf": ("openrlhf", _openrlhf), "liger": ("liger_kernel", _liger), "verl": ("verl", _verl)}
+    for name, (module, load) in libraries.items():
         if importlib.util.find_spec(module) is None:
             absent[name] = "not installed"
             continue
         try:
-            found[name] = _differentiable(load(cuda, sharded))
+            available[name] = _differentiable(load(cuda, sharded))
         except (ImportError, NotImplementedError) as error:
             absent[name] = str(error)
-    found[OURS] = _differentiable(_ours(with_entropy=True))
-    found[OURS_WITHOUT_ENTROPY] = _differentiable(_ours(with_entropy=False))
-    return found, absent
+    available[OURS] = _differentiable(_ours(with_entropy=True))
+    available[OURS_WITHOUT_ENTROPY] = _differentiable(_ours(with_entropy=False))
+    return available, absent
 
 
 def _differentiable(run: Run) -> Way:
@@ -139,13 +139,13 @@ class _Product:
         self._memory: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def one(self, problem: Problem) -> None:
+    def forward(self, problem: Problem) -> None:
         """The logits."""
         for hidden, logits in self._parts(problem):
             torch.mm(hidden, problem.weight.t(), out=logits)
 
     @torch.no_grad()
-    def four(self, problem: Problem) -> None:
+    def forward_backward(self, problem: Problem) -> None:
         """The logits twice, and the two products with their gradient: the minimum for a way that keeps no logits."""
         d_hidden = self._place("hidden", problem.hidden, problem.hidden.shape)
         d_weight = self._place("weight", problem.weight, problem.weight.shape)

@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> None:
             f"--micro-batch-size {args.micro_batch_size} does not divide the {rows} responses of a step "
             f"(--prompts {args.prompts} x --samples {args.samples}); give a divisor of {rows}."
         )
+    # Three policies on the same batches.
     argv = [*trainer_argv(args, {}), "--algo.advantage.estimator"]
     parsed = trainer.parse([*argv, "group_norm"])
     start_ray(parsed, gpus=3)
@@ -78,12 +79,15 @@ def run(args: argparse.Namespace) -> None:
     finally:
         ray.shutdown()
 
-    seconds = {name: one.seconds for name, one in measured.items()}
-    steps = {name: [sum(phases) for phases in zip(*one.values(), strict=True)] for name, one in seconds.items()}
+    # Seconds of a step, and ratios of GTPO's to the others'.
+    seconds = {name: side.seconds for name, side in measured.items()}
+    steps = {name: [sum(parts) for parts in zip(*phases.values(), strict=True)] for name, phases in seconds.items()}
     over = {f"gtpo/{base}": spread(ratios(steps["gtpo"], steps[base])) for base in ("upstream", "group_norm")}
     medians = []
     for name in policies:
-        medians.append((name, *(f"{statistics.median(one):.2f}" for one in (*seconds[name].values(), steps[name]))))
+        medians.append(
+            (name, *(f"{statistics.median(times):.2f}" for times in (*seconds[name].values(), steps[name])))
+        )
     notes = (
         f"{name.replace('/', ' / ')}: {median:.3f} (from {low:.3f} to {high:.3f}, batch by batch)"
         for name, (low, median, high) in over.items()

@@ -33,8 +33,8 @@ def plot_lm_head(cases: Sequence[Mapping[str, Any]], png_path: str | Path) -> Pa
                 above = [max(ratios[name]) - median for name, median in zip(names, medians, strict=True)]
                 colors = [COLORS[0] if name.startswith("openrlhf_gtpo") else "#999999" for name in names]
                 axes.barh(names, medians, xerr=(below, above), color=colors, error_kw={"elinewidth": 1})
-                for i, (median, more) in enumerate(zip(medians, above, strict=True)):
-                    axes.annotate(f" {median:.2f}", (median + more, i), va="center", fontsize=8)
+                for i, (median, length) in enumerate(zip(medians, above, strict=True)):
+                    axes.annotate(f" {median:.2f}", (median + length, i), va="center", fontsize=8)
                 axes.axvline(1, color="black", linewidth=0.8)
                 axes.set_xlim(0, 1.15 * max((m + a for m, a in zip(medians, above, strict=True)), default=1))
                 axes.set_title(f"{label}\n{title}", fontsize=9)
@@ -61,32 +61,33 @@ def plot_step_phases(results: Mapping[str, Any], png_path: str | Path) -> Path:
 
 def _stack(axes: Axes, summaries: Mapping[str, Any]) -> None:
     names = list(summaries)
-    longest = max(sum(_seconds(one).values()) for one in summaries.values())
-    left = dict.fromkeys(names, 0.0)
+    longest = max(sum(_seconds(summary).values()) for summary in summaries.values())
+    ends = dict.fromkeys(names, 0.0)
     for index, phase in enumerate((*PHASES, IDLE)):
         color = _IDLE_COLOR if phase == IDLE else COLORS[index]
         widths = [_seconds(summaries[name])[phase] for name in names]
-        axes.barh(names, widths, left=[left[n] for n in names], color=color, label=phase.replace("_", " "), zorder=3)
+        axes.barh(names, widths, left=[ends[n] for n in names], color=color, label=phase.replace("_", " "), zorder=3)
         for row, (name, width) in enumerate(zip(names, widths, strict=True)):
             if width > 0.06 * longest:
                 text = "black" if phase == IDLE else "white"
                 share = width / sum(_seconds(summaries[name]).values())
-                middle = left[name] + width / 2
+                middle = ends[name] + width / 2
                 label = f"{width:.2f} s\n{share:.0%}"
                 axes.text(middle, row, label, ha="center", va="center", color=text, fontsize=8, zorder=4)
-            left[name] += width
+            ends[name] += width
     axes.invert_yaxis()
     axes.set_title("seconds of a step")
     axes.set_xlabel("seconds")
 
 
-def _seconds(one: Mapping[str, Any]) -> dict[str, float]:
-    return {phase: one["phases"][phase]["seconds"] for phase in PHASES} | {IDLE: max(0.0, one[IDLE]["seconds"])}
+def _seconds(summary: Mapping[str, Any]) -> dict[str, float]:
+    seconds = {phase: summary["phases"][phase]["seconds"] for phase in PHASES}
+    return seconds | {IDLE: max(0.0, summary[IDLE]["seconds"])}
 
 
 def _ratios(axes: Axes, results: Mapping[str, Any]) -> None:
     base = next(iter(results["summary"]))
-    phases = [phase for phase in COUNTED if any(phase in one for one in results["ratios"].values())]
+    phases = [phase for phase in COUNTED if any(phase in by_phase for by_phase in results["ratios"].values())]
     width = 0.8 / len(results["ratios"])
     for index, (name, ratios) in enumerate(results["ratios"].items()):
         for row, phase in enumerate(phases):
@@ -102,7 +103,7 @@ def _ratios(axes: Axes, results: Mapping[str, Any]) -> None:
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_yticks(range(len(phases)), [phase.replace("_", " ") for phase in phases])
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.15 * max(high for one in results["ratios"].values() for _, _, high in one.values()))
+    axes.set_xlim(0, 1.15 * max(high for by_phase in results["ratios"].values() for _, _, high in by_phase.values()))
     axes.set_title(f"tokens/s/GPU, times {base}'s")
     if len(results["ratios"]) > 1:
         axes.legend(frameon=False, fontsize=8)

@@ -55,14 +55,14 @@ def measured_steps(rows: Rows, warmup: int, steps: int) -> list[Mapping[str, Any
     Raises:
         ValueError: there are fewer steps, or one lacks a metric.
     """
-    found = [row for row in rows if row["kind"] == names.KIND_TRAIN]
-    if len(found) < warmup + steps:
-        raise ValueError(f"it made {len(found)} of {warmup + steps} steps")
-    wanted = [names.TIMING_STEP_WALL, names.TOKENS_PROMPT, names.TOKENS_RESPONSE]
-    wanted += [timing for timing, _ in PHASES.values()]
-    measured = found[warmup : warmup + steps]
+    made = [row for row in rows if row["kind"] == names.KIND_TRAIN]
+    if len(made) < warmup + steps:
+        raise ValueError(f"it made {len(made)} of {warmup + steps} steps")
+    required = [names.TIMING_STEP_WALL, names.TOKENS_PROMPT, names.TOKENS_RESPONSE]
+    required += [timing for timing, _ in PHASES.values()]
+    measured = made[warmup : warmup + steps]
     for row in measured:
-        for name in wanted:
+        for name in required:
             if not is_number(row.get(name)):
                 raise ValueError(f"step {row['step']} has no {name}")
     return measured
@@ -121,11 +121,11 @@ def summary(runs: Sequence[Mapping[str, Any]], flops_per_second: float | None) -
     """
 
     def medians(parts: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-        found = {}
+        by_key = {}
         for key in parts[0]:
             values = [part[key] for part in parts]
-            found[key] = statistics.median(values) if all(is_number(value) for value in values) else None
-        return found
+            by_key[key] = statistics.median(values) if all(is_number(value) for value in values) else None
+        return by_key
 
     def with_mfu(phase: Mapping[str, Any]) -> dict[str, Any]:
         known = flops_per_second and phase["flops"] and phase["seconds"]
@@ -145,14 +145,14 @@ def ratios(base: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]
 
     Both hold one run per alternation, in order. A value is (lowest, median, highest) over the alternations.
     """
-    found = {}
+    by_phase = {}
     for phase in (*PHASES, STEP):
         speeds = [[run["phases"][phase]["tokens_per_second_per_gpu"] for run in runs] for runs in (other, base)]
         pairs = list(zip(*speeds, strict=True))
         if all(fast and slow for fast, slow in pairs):
             times = [fast / slow for fast, slow in pairs]
-            found[phase] = min(times), statistics.median(times), max(times)
-    return found
+            by_phase[phase] = min(times), statistics.median(times), max(times)
+    return by_phase
 
 
 def _mean(rows: Rows, name: str) -> float:
@@ -161,5 +161,5 @@ def _mean(rows: Rows, name: str) -> float:
 
 def _peaks(rows: Rows) -> dict[str, float]:
     prefix = names.PEAK_MEMORY_PREFIX
-    found = sorted({name for row in rows for name in row if name.startswith(prefix)})
-    return {name[len(prefix) :]: max(row[name] for row in rows if name in row) for name in found}
+    recorded = sorted({name for row in rows for name in row if name.startswith(prefix)})
+    return {name[len(prefix) :]: max(row[name] for row in rows if name in row) for name in recorded}

@@ -75,18 +75,18 @@ def precisions(
         config: the model's Transformers configuration.
         primary_weights: adds each recipe with FP8 primary weights, if it can have them.
     """
-    found: dict[str, Fp8Options | None] = {BF16: None}
+    available: dict[str, Fp8Options | None] = {BF16: None}
     absent = {}
-    wanted = {recipe: fp8_options(recipe, cuda=cuda) for recipe in recipes}
+    requested = {recipe: fp8_options(recipe, cuda=cuda) for recipe in recipes}
     if primary_weights:
-        wanted |= {f"{name}, FP8 weights": replace(fp8, primary_weights=True) for name, fp8 in wanted.items()}
-    for name, fp8 in wanted.items():
+        requested |= {f"{name}, FP8 weights": replace(fp8, primary_weights=True) for name, fp8 in requested.items()}
+    for name, fp8 in requested.items():
         try:
             check_fp8(fp8, config, Layout(), cuda=cuda)
-            found[name] = fp8
+            available[name] = fp8
         except LayoutError as error:
             absent[name] = str(error)
-    return found, absent
+    return available, absent
 
 
 def even_lengths(rows: int, longest: int, seed: int) -> Tensor:

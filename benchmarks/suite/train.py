@@ -69,35 +69,36 @@ def measure_runs(chosen: Sequence[Configuration], args: argparse.Namespace, fold
         product that MFU is relative to, measured after every round; ``summary`` and ``ratios`` of the runs.
     """
     side, dtype = args.matrix or _MATRIX[platform.detect()], chosen[0].dtype
-    rates: dict[int, list[float]] = {one.setup.gpus: [] for one in chosen}
-    runs: dict[str, list[dict[str, Any]]] = {one.name: [] for one in chosen}
+    rates: dict[int, list[float]] = {config.setup.gpus: [] for config in chosen}
+    runs: dict[str, list[dict[str, Any]]] = {config.name: [] for config in chosen}
 
-    def train(one: Configuration) -> None:
-        number = len(runs[one.name]) + 1
-        name, place = f"{one.name}, run {number} of {args.repeat}", folder / f"{one.name}-{number}"
+    def train(config: Configuration) -> None:
+        number = len(runs[config.name]) + 1
+        name, place = f"{config.name}, run {number} of {args.repeat}", folder / f"{config.name}-{number}"
         _tell(name)
-        rows = run_trainer(name, one.argv, place, args.warmup + args.steps)
+        rows = run_trainer(name, config.argv, place, args.warmup + args.steps)
         try:
             counted = measured_steps(rows, args.warmup, args.steps)
         except ValueError as error:
             raise TrainingStopped(f"{name}: {error}; the whole log: {place / 'train.log'}") from error
-        runs[one.name].append({"rows": counted, **of_run(counted, one.setup)})
+        runs[config.name].append({"rows": counted, **of_run(counted, config.setup)})
 
     def multiply() -> None:
         for gpus, rounds in rates.items():
             rounds.append(measured_rate(gpus, side, dtype))
         write_results(args.output, args, {"runs": runs, "flops_per_second": rates})  # should a later round fail
 
-    sides: dict[str, Any] = {one.name: {"train": partial(train, one)} for one in chosen}
+    sides: dict[str, Any] = {config.name: {"train": partial(train, config)} for config in chosen}
     measure(sides | {"": {"product": multiply}}, args.repeat, warm_up=0)
     medians = {gpus: statistics.median(rounds) for gpus, rounds in rates.items()}
     return {
         "configurations": {
-            one.name: {"flags": one.argv, "setup": asdict(one.setup), "runs": runs[one.name]} for one in chosen
+            config.name: {"flags": config.argv, "setup": asdict(config.setup), "runs": runs[config.name]}
+            for config in chosen
         },
         "matrix": {"side": side, "dtype": dtype, "flops_per_second": rates},
-        "summary": {one.name: summary(runs[one.name], medians[one.setup.gpus]) for one in chosen},
-        "ratios": {one.name: ratios(runs[chosen[0].name], runs[one.name]) for one in chosen[1:]},
+        "summary": {config.name: summary(runs[config.name], medians[config.setup.gpus]) for config in chosen},
+        "ratios": {config.name: ratios(runs[chosen[0].name], runs[config.name]) for config in chosen[1:]},
     }
 
 
@@ -116,9 +117,9 @@ def run_trainer(name: str, argv: Sequence[str], folder: Path, steps: int) -> lis
     folder.mkdir(parents=True)
     metrics, log = folder / "metrics.jsonl", folder / "train.log"
     weights = {"--ckpt.path": folder / "checkpoints", "--ckpt.output_dir": folder / "model"}
-    own = {"--logger.metrics_path": metrics, **weights, "--ckpt.save_steps": -1, "--eval.steps": -1}
+    overrides = {"--logger.metrics_path": metrics, **weights, "--ckpt.save_steps": -1, "--eval.steps": -1}
     command = [*COMMAND, *(word for word in argv if word != "--eval.before_training")]
-    command += [str(word) for pair in own.items() for word in pair]
+    command += [str(word) for pair in overrides.items() for word in pair]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
@@ -128,17 +129,17 @@ def run_trainer(name: str, argv: Sequence[str], folder: Path, steps: int) -> lis
                     rows = read_runs(metrics)[-1]
                 except ValueError:  # missing, or without a complete line yet
                     rows = []
-                made = sum(row["kind"] == names.KIND_TRAIN for row in rows)
-                if made >= steps:
+                num_steps = sum(row["kind"] == names.KIND_TRAIN for row in rows)
+                if num_steps >= steps:
                     return rows
                 if ended:
                     guess = "its data may be used up" if rows else f"{folder} has to be a folder that every node sees"
                     guess = "" if process.returncode else f" ({guess})"
                     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-                    said = [line for line in lines if line.startswith("train_ppo_ray")] or lines[-_LAST_LINES:]
+                    last_words = [line for line in lines if line.startswith("train_ppo_ray")] or lines[-_LAST_LINES:]
                     raise TrainingStopped(
-                        f"{name} ended with exit code {process.returncode} after {made} of {steps} steps; the whole "
-                        f"log: {log}{guess}. Its last words:\n" + "\n".join(f"  {line}" for line in said)
+                        f"{name} ended with exit code {process.returncode} after {num_steps} of {steps} steps; the "
+                        f"whole log: {log}{guess}. Its last words:\n" + "\n".join(f"  {line}" for line in last_words)
                     )
                 time.sleep(_POLL_SECONDS)
         finally:
@@ -183,9 +184,9 @@ def _rate_on_cluster(processes: int, side: int, dtype: str) -> float:
     ray.init()
     try:
         product = ray.remote(num_gpus=1)(SquareProduct)
-        made = [product.remote(side, DTYPES[dtype]) for _ in range(processes)]
-        ray.get([one.__ray_ready__.remote() for one in made])
-        return sum(ray.get([one.rate.remote() for one in made]))
+        products = [product.remote(side, DTYPES[dtype]) for _ in range(processes)]
+        ray.get([actor.__ray_ready__.remote() for actor in products])
+        return sum(ray.get([actor.rate.remote() for actor in products]))
     finally:
         ray.shutdown()
 
@@ -214,7 +215,7 @@ def print_phases(results: Mapping[str, Any]) -> None:
     if results["ratios"]:
         rows = []
         for phase in COUNTED:
-            cells = [one.get(phase) for one in results["ratios"].values()]
+            cells = [by_phase.get(phase) for by_phase in results["ratios"].values()]
             if any(cells):
                 texts = ("-" if cell is None else median_and_range(cell) for cell in cells)
                 rows.append((phase.replace("_", " "), *texts))

@@ -47,7 +47,7 @@ def split_compare(words: Sequence[str]) -> dict[str, list[str]]:
     Raises:
         UsageError: a missing name, a repeated name, or quotes that do not close.
     """
-    found: dict[str, list[str]] = {}
+    by_name: dict[str, list[str]] = {}
     for word in words:
         name, equals, flags = word.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z0-9._-]+", name):
@@ -55,13 +55,13 @@ def split_compare(words: Sequence[str]) -> dict[str, list[str]]:
                 f'--compare {word!r} is not NAME="FLAGS", with a name of letters, digits, ".", "_" and "-"; write '
                 "--compare megatron='--actor.backend megatron'."
             )
-        if name in found:
+        if name in by_name:
             raise UsageError(f"--compare names {name} twice; give each configuration a name of its own.")
         try:
-            found[name] = shlex.split(flags)
+            by_name[name] = shlex.split(flags)
         except ValueError as error:
             raise UsageError(f"--compare {name}: its flags {flags!r} cannot be split into words: {error}.") from error
-    return found
+    return by_name
 
 
 def configurations(common: Sequence[str], compare: Mapping[str, Sequence[str]], steps: int) -> list[Configuration]:
@@ -75,7 +75,7 @@ def configurations(common: Sequence[str], compare: Mapping[str, Sequence[str]], 
     Raises:
         UsageError: the trainer refuses a configuration, which is named; work that cannot be compared; too little data.
     """
-    found: list[Configuration] = []
+    checked: list[Configuration] = []
     first: SimpleNamespace | None = None
     for name, flags in compare.items():
         argv = [*common, *flags]
@@ -87,16 +87,16 @@ def configurations(common: Sequence[str], compare: Mapping[str, Sequence[str]], 
             raise UsageError(f"configuration {name}: {error}") from error
         first = first or args
         for flag in _SAME:
-            ours, theirs = attrgetter(flag)(args), attrgetter(flag)(first)
-            if ours != theirs:
+            value, first_value = attrgetter(flag)(args), attrgetter(flag)(first)
+            if value != first_value:
                 raise UsageError(
-                    f"--{flag} is {ours} in configuration {name} and {theirs} in {found[0].name}; both have to be "
-                    "given the same work, so put it among the common flags behind --."
+                    f"--{flag} is {value} in configuration {name} and {first_value} in {checked[0].name}; both have "
+                    "to be given the same work, so put it among the common flags behind --."
                 )
-        found.append(Configuration(name, argv, setup_of(args), _dtype(args)))
-    if len({one.dtype for one in found}) > 1:
+        checked.append(Configuration(name, argv, setup_of(args), _dtype(args)))
+    if len({configuration.dtype for configuration in checked}) > 1:
         raise UsageError("--ds.param_dtype differs between the configurations; MFU is over one product of one dtype.")
-    return found
+    return checked
 
 
 def setup_of(args: SimpleNamespace) -> Setup:
@@ -136,10 +136,10 @@ def _check_measurable(args: SimpleNamespace, steps: int) -> None:
         raise UsageError("--data.prompt_dataset is missing; give a data set.")
     rows = table_rows(args, args.data.prompt_dataset, args.data.prompt_split, "--data.prompt_dataset")
     needed = steps * args.rollout.batch_size
-    given = needed if rows is None else min(rows, args.data.max_samples) * args.train.num_episodes
-    if given < needed:
+    available = needed if rows is None else min(rows, args.data.max_samples) * args.train.num_episodes
+    if available < needed:
         raise UsageError(
-            f"--data.prompt_dataset {args.data.prompt_dataset} gives {given} prompts, but {steps} steps of "
+            f"--data.prompt_dataset {args.data.prompt_dataset} gives {available} prompts, but {steps} steps of "
             f"--rollout.batch_size {args.rollout.batch_size} take {needed}; give more data, fewer steps or smaller "
             "ones."
         )

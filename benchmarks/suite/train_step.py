@@ -209,11 +209,11 @@ def derived(measured: dict[str, Any]) -> dict[str, Any]:
         seconds["step"] = [sum(parts) for parts in zip(*seconds.values(), strict=True)]
         return {phase: ratios(side["tokens"], each) for phase, each in seconds.items()}
 
-    found: dict[str, Any] = {}
-    for name, one in measured.items():
-        base = speeds(measured[BF16], one["seconds"])
-        found[name] = {
-            phase: {"tokens_per_second": own, "times_bf16": ratios(own, base[phase])}
-            for phase, own in speeds(one, one["seconds"]).items()
+    by_precision: dict[str, Any] = {}
+    for name, side in measured.items():
+        base = speeds(measured[BF16], side["seconds"])
+        by_precision[name] = {
+            phase: {"tokens_per_second": speed, "times_bf16": ratios(speed, base[phase])}
+            for phase, speed in speeds(side, side["seconds"]).items()
         }
-    return found
+    return by_precision

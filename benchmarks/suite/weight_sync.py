@@ -73,12 +73,12 @@ def run(args: argparse.Namespace) -> None:
         receiver = vllm_engine(args.model, args.workers)
     with receiver as engine:
         measured = measure_syncs(parameters, engine, args.workers, cases, args.repeat)
-    seconds = {name: one.seconds[_SYNC] for name, one in measured.items()}
+    seconds = {name: side.seconds[_SYNC] for name, side in measured.items()}
     size = numel(parameters) * WIRE_DTYPE.itemsize
     rows = []
     for name, times in seconds.items():
         share = statistics.median(ratios(seconds[COPY], times))
-        rate = median_and_range(size / 1e9 / one for one in times)
+        rate = median_and_range(size / 1e9 / duration for duration in times)
         rows.append((name, f"{statistics.median(times) * 1e3:.1f}", rate, f"{share:.4f}"))
     title = f"{len(parameters)} parameters, {size / 1e9:.3f} GB; medians of {args.repeat} syncs, copy = 1"
     print_table(title, ("way", "ms", "GB/s", "of the copy"), rows)
@@ -102,7 +102,7 @@ def measure_syncs(
         torch.cuda.set_device(device)
     senders: dict[str, Any] = {}
     if "colocated" in transports:  # one trainer process: what it gathers from all is its own
-        senders["colocated"] = ColocatedSender([engine], lambda mine: [mine], device)
+        senders["colocated"] = ColocatedSender([engine], lambda value: [value], device)
     if "broadcast" in transports:
         senders["broadcast"] = WeightSender([engine], workers, "127.0.0.1", device)
     weights = [torch.randn(p.shape, device=device).to(WIRE_DTYPE) for p in parameters]
