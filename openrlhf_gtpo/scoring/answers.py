@@ -67,8 +67,8 @@ def load_engine(model: str, flags: Mapping[str, Any]) -> Any:
 
 
 def read_answers(path: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The lines of ``path``, one per answered question; cuts off an unfinished last one. Empty if there is no file, or
-    none is in it, in which case the settings in it go too.
+    """The lines of ``path``, one per answered question; an unfinished last one is cut off. Empty if there is no file.
+    A file without answers is emptied, because its settings no longer matter.
 
     Raises:
         UsageError: its answers were made with other settings, or it is not a file of answers.
@@ -76,23 +76,23 @@ def read_answers(path: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]
     text = path.read_bytes() if path.exists() else b""
     if not text:
         return []
-    whole = text[: text.rfind(b"\n") + 1]
+    complete = text[: text.rfind(b"\n") + 1]
     try:
-        first, *rows = (json.loads(line) for line in whole.splitlines())
-        theirs = dict(first["settings"])
+        first, *rows = (json.loads(line) for line in complete.splitlines())
+        recorded = dict(first["settings"])
     except (ValueError, TypeError, KeyError) as error:
         raise UsageError(f"{path} is not a file of answers; name another folder, or remove it.") from error
     if not rows:
         os.truncate(path, 0)
         return []
-    for name in sorted(settings.keys() | theirs.keys()):
-        if settings.get(name) != theirs.get(name):
+    for name in sorted(settings.keys() | recorded.keys()):
+        if settings.get(name) != recorded.get(name):
             raise UsageError(
-                f"{path} has answers with {name} {theirs.get(name)!r}, and this evaluation has "
+                f"{path} has answers with {name} {recorded.get(name)!r}, and this evaluation has "
                 f"{settings.get(name)!r}; name another folder, or remove it."
             )
-    if whole != text:
-        os.truncate(path, len(whole))
+    if complete != text:
+        os.truncate(path, len(complete))
     return rows
 
 
@@ -129,10 +129,10 @@ def answer(
     with path.open("a", encoding="utf-8") as file, ThreadPoolExecutor() as threads:
         if not rows:
             file.write(json.dumps({"settings": dict(settings)}) + "\n")
-        left = list(enumerate(questions))[len(rows) :]
+        remaining = list(enumerate(questions))[len(rows) :]
         with tqdm(total=len(questions), initial=len(rows), unit="question", desc=path.stem, disable=None) as progress:
-            for start in range(0, len(left), BATCH):
-                batch = left[start : start + BATCH]
+            for start in range(0, len(remaining), BATCH):
+                batch = remaining[start : start + BATCH]
                 sampled = _sample(engine, batch, settings)
                 for (_, question), result in zip(batch, sampled, strict=True):
                     row = _graded(engine, question, result, reward, answer_of, source, threads)

@@ -1,5 +1,7 @@
-"""The effect of less exact values on the entropy credit of responses, compared with a model's own: those of FP8,
-recipe by recipe (``cli.report fp8``), and those that a rollout was trained on (``cli.report mismatch``).
+"""The effect of less exact values on the entropy credit of responses, compared with a model's exact ones.
+
+The less exact values are those of FP8, recipe by recipe (``cli.report fp8``), or those that a rollout was trained on
+(``cli.report mismatch``).
 """
 
 import json
@@ -53,12 +55,12 @@ def read_credit(path: Path) -> tuple[Tensor, Tensor]:
 
 def fp8_candidates(mode: str, recipes: Sequence[str], layers_in_bf16: int = 0) -> dict[str, Fp8Options]:
     """Options to compare, by name: each recipe, also with its first and last ``layers_in_bf16`` layers in BF16."""
-    found = {recipe: Fp8Options(mode, recipe) for recipe in recipes}
+    candidates = {recipe: Fp8Options(mode, recipe) for recipe in recipes}
     n = layers_in_bf16
     for recipe in recipes if n else ():
         if recipe != "delayed":  # which takes all layers or none
-            found[f"{recipe}, {n} + {n} layers in BF16"] = Fp8Options(mode, recipe, n, n)
-    return found
+            candidates[f"{recipe}, {n} + {n} layers in BF16"] = Fp8Options(mode, recipe, n, n)
+    return candidates
 
 
 def compare(
@@ -86,17 +88,17 @@ def compare(
     """
     exact, mask = _values(model, source, processes)
     _check_credit(exact, mask, estimator, outcome, group_ids)
-    found: dict[str, Any] = {}
+    errors: dict[str, Any] = {}
     for name, fp8 in candidates.items():
         rough, _ = _values(replace(model, fp8=fp8), source, processes)
-        found[name] = _errors(exact, rough, mask, estimator, outcome, group_ids)
-    return {"rows": len(outcome), "tokens": int(mask.sum()), "candidates": found}
+        errors[name] = _errors(exact, rough, mask, estimator, outcome, group_ids)
+    return {"rows": len(outcome), "tokens": int(mask.sum()), "candidates": errors}
 
 
 def compare_rollout(
     model: ScoreModel,
     rows: Sequence[tuple[Sequence[int], Sequence[int]]],
-    said: Sequence[tuple[Sequence[float], Sequence[float]]],
+    recorded: Sequence[tuple[Sequence[float], Sequence[float]]],
     actions: Sequence[Sequence[bool]],
     estimator: Any,
     outcome: Tensor,
@@ -106,7 +108,7 @@ def compare_rollout(
 
     Args:
         rows: the tokens of each row, split before the first one that was sampled.
-        said: log-probs and entropies of the tokens in the second part.
+        recorded: log-probs and entropies of the tokens in the second part.
         actions: which of these tokens to compare: those that were sampled.
         estimator, outcome, group_ids: as in :func:`compare`.
 
@@ -125,7 +127,7 @@ def compare_rollout(
     mask = torch.zeros_like(mask)
     for row, (prompt, sampled) in enumerate(rows):
         columns = slice(len(prompt) - 1, len(prompt) - 1 + len(sampled))  # nothing predicts the first token
-        rough[:, row, columns] = torch.tensor(said[row])
+        rough[:, row, columns] = torch.tensor(recorded[row])
         mask[row, columns] = torch.tensor(actions[row])
     _check_credit(exact, mask, estimator, outcome, group_ids)
     errors = _errors(exact, rough, mask, estimator, outcome, group_ids)
@@ -145,11 +147,11 @@ def _errors(
     exact: Tensor, rough: Tensor, mask: Tensor, estimator: Any, outcome: Tensor, group_ids: Tensor
 ) -> dict[str, Any]:
     """The fields of ``ErrorBudget`` and quantiles of the errors, from (2, B, T) log-probs and entropies."""
-    found = asdict(estimator.error_budget(TokenValues(*exact), TokenValues(*rough), mask, outcome, group_ids))
-    for kind, one, other in zip(("log_prob_errors", "entropy_errors"), exact, rough, strict=True):
-        errors = (one - other)[mask].abs().sort().values
-        found[kind] = [float(errors[round(i / QUANTILES * (len(errors) - 1))]) for i in range(QUANTILES + 1)]
-    return found
+    result = asdict(estimator.error_budget(TokenValues(*exact), TokenValues(*rough), mask, outcome, group_ids))
+    for kind, exact_values, rough_values in zip(("log_prob_errors", "entropy_errors"), exact, rough, strict=True):
+        errors = (exact_values - rough_values)[mask].abs().sort().values
+        result[kind] = [float(errors[round(i / QUANTILES * (len(errors) - 1))]) for i in range(QUANTILES + 1)]
+    return result
 
 
 def _values(model: ScoreModel, source: RowFile, processes: int) -> tuple[Tensor, Tensor]:

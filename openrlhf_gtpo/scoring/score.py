@@ -94,22 +94,24 @@ def _score_block(forward: Forward, rows: list[Row]) -> dict[int, Any]:
 
     Rows without a token to score have no entry.
     """
-    some = [i for i, row in enumerate(rows) if row.scored]
-    if not some:
+    scored = [i for i, row in enumerate(rows) if row.scored]
+    if not scored:
         return {}
-    micro_batches = [[some[i] for i in batch] for batch in forward.fill([len(rows[i].tokens) for i in some])]
+    micro_batches = [[scored[i] for i in batch] for batch in forward.fill([len(rows[i].tokens) for i in scored])]
     replica, place = divmod(dist.get_rank(), forward.replica_size)
-    own = micro_batches[replica :: dist.get_world_size() // forward.replica_size]
-    tokens = {i: torch.tensor(rows[i].tokens) for i in some}
-    results = forward.run([[(tokens[i], torch.arange(len(tokens[i])) >= rows[i].first) for i in part] for part in own])
-    found: dict[int, Any] = {}
+    replica_batches = micro_batches[replica :: dist.get_world_size() // forward.replica_size]
+    tokens = {i: torch.tensor(rows[i].tokens) for i in scored}
+    results = forward.run(
+        [[(tokens[i], torch.arange(len(tokens[i])) >= rows[i].first) for i in part] for part in replica_batches]
+    )
+    scores: dict[int, Any] = {}
     if place == 0:
-        for members, result in zip(own, results, strict=True):
-            of_rows = torch.stack(result).split([rows[i].scored for i in members], dim=1)
-            found.update(zip(members, (both.numpy() for both in of_rows), strict=True))
-    everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(found, everyone)
-    return {row: scores for part in everyone or () for row, scores in part.items()}
+        for members, result in zip(replica_batches, results, strict=True):
+            row_values = torch.stack(result).split([rows[i].scored for i in members], dim=1)
+            scores.update(zip(members, (both.numpy() for both in row_values), strict=True))
+    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(scores, gathered)
+    return {row: row_scores for part in gathered or () for row, row_scores in part.items()}
 
 
 def _lines(source: RowFile, rows: list[Row], scores: dict[int, Any]) -> Iterator[str]:
