@@ -42,7 +42,7 @@ _READ_INFO = (names.GROUPS_CORRECT, names.GROUPS_ACCURACY)
 
 def wait_for_engines(
     engines: Sequence[Any],
-    what: str = "vLLM engine",
+    kind: str = "vLLM engine",
     limit: float = _START_LIMIT,
     report_every: float = 60.0,
 ) -> None:
@@ -53,7 +53,7 @@ def wait_for_engines(
 
     Args:
         engines: handles of Ray actors.
-        what: what messages call one of them.
+        kind: what messages call one of them.
 
     Raises:
         Restartable: an engine died, or some are not ready after ``limit`` seconds.
@@ -71,17 +71,17 @@ def wait_for_engines(
                 starting[engines[number].__ray_ready__.remote().future()] = number
             elif failure is not None:
                 raise Restartable(
-                    f"{what} {number} of {len(engines)} (counted from 0) died {waited:.0f} s after the trainer "
+                    f"{kind} {number} of {len(engines)} (counted from 0) died {waited:.0f} s after the trainer "
                     f"began to wait for it: {last_error(failure):.400}{_last_words(engines[number])}"
                 )
         absent = ", ".join(map(str, sorted(starting.values())))
         if starting and waited >= limit:
             raise Restartable(
-                f"{what}s {absent} of {len(engines)} (counted from 0) did not start within {waited:.0f} s"
+                f"{kind}s {absent} of {len(engines)} (counted from 0) did not start within {waited:.0f} s"
                 f"{_last_words(engines[min(starting.values())])}"
             )
         if starting and not ready:
-            print(f"The trainer is waiting for {what}s {absent} of {len(engines)}: {waited:.0f} s", flush=True)
+            print(f"The trainer is waiting for {kind}s {absent} of {len(engines)}: {waited:.0f} s", flush=True)
 
 
 def _last_words(engine: Any) -> str:
@@ -115,22 +115,22 @@ class ActorTrainer(ActorPPOTrainer):
         """The loss of a micro-batch from the (B, T) values of a forward pass; what it reads of ``batch`` is copied to
         their device. Arguments: see ``LossInputs``."""
 
-        def here(values: Tensor | None) -> Any:
+        def on_device(values: Tensor | None) -> Any:
             return None if values is None else values.to(log_probs.device, non_blocking=True)
 
-        info = {name: here(info_rows(batch, name)) for name in _READ_INFO if name in batch.info}
+        info = {name: on_device(info_rows(batch, name)) for name in _READ_INFO if name in batch.info}
 
         inputs = LossInputs(
             log_probs=log_probs,
-            old_log_probs=here(batch.action_log_probs),
-            advantages=here(batch.advantages),
-            mask=here(batch.action_mask.bool()),
+            old_log_probs=on_device(batch.action_log_probs),
+            advantages=on_device(batch.advantages),
+            mask=on_device(batch.action_mask.bool()),
             totals=totals,
-            rollout_log_probs=here(batch.rollout_log_probs),
-            base_log_probs=here(batch.base_action_log_probs),
+            rollout_log_probs=on_device(batch.rollout_log_probs),
+            base_log_probs=on_device(batch.base_action_log_probs),
             entropy=entropy,
             router_loss=router_loss,
-            off_policy=here(off_policy_rows(batch)),
+            off_policy=on_device(off_policy_rows(batch)),
             correct=info.get(names.GROUPS_CORRECT),
             accuracy=info.get(names.GROUPS_ACCURACY),
             labels=batch.labels,
@@ -172,7 +172,7 @@ class ActorTrainer(ActorPPOTrainer):
         self._rejoined = True
         if torch.distributed.get_rank() == 0:
             wait_for_engines(self.vllm_engines)
-            self._init_vllm_sync_group("")
+            self._init_vllm_sync_group("")  # Ray's transfer reads the backend, and no engine restarts with it
 
     def broadcast_to_vllm(self) -> None:
         """Send every parameter that upstream would, in buckets, or with Ray's transfer as upstream does.

@@ -23,11 +23,13 @@ from openrlhf_gtpo.training.actors.optimizer_steps import deal_rows
 class ActorGroup(RayActorGroup):
     """Upstream's group (openrlhf 0.11.2, trainer/ray/launcher.py), with three differences.
 
-    Upstream gives rank i bundle i, and Ray packs equal bundles with std::sort, which leaves more than 16 in no order
-    (https://github.com/ray-project/ray/issues/51117), so that tensor-parallel groups cross nodes. Here ranks go from
-    node to node, as the GPUs of upstream's engines do. Upstream deals rows by count; here they are dealt by tokens
-    (:func:`deal_rows`). And upstream ends the run if the end of the data leaves a replica without an entry
-    ("Insufficient batch size"). Each difference can go once upstream does the same.
+    - Upstream gives rank i bundle i. Ray packs equal bundles with std::sort, which leaves more than 16 in no order
+      (https://github.com/ray-project/ray/issues/51117), so that tensor-parallel groups cross nodes. Here ranks go from
+      node to node, as the GPUs of upstream's engines do.
+    - Upstream deals rows by count; here they are dealt by tokens (:func:`deal_rows`).
+    - Upstream ends the run if the end of the data leaves a replica without an entry ("Insufficient batch size").
+
+    Each difference can go once upstream does the same.
 
     Args:
         tensor_parallel_size: number of consecutive ranks that share every matrix; other arguments are upstream's.
@@ -79,11 +81,11 @@ class ActorGroup(RayActorGroup):
         replicas = len(self._actor_handlers) // ranks
         if method_name == "forward" and entries % replicas:
             refs = []
-            for replica, own in enumerate(np.array_split(np.arange(entries), replicas)):
-                places = [*own, *[entries - 1] * (-(-entries // replicas) - len(own))]
+            for replica, share in enumerate(np.array_split(np.arange(entries), replicas)):
+                places = [*share, *[entries - 1] * (-(-entries // replicas) - len(share))]
                 part = ray.put({name: [values[place] for place in places] for name, values in columns.items()})
                 actors = self._actor_handlers[replica * ranks : (replica + 1) * ranks]
-                refs += [actor.__ray_call__.remote(_forward, part, len(places), len(own)) for actor in actors]
+                refs += [actor.__ray_call__.remote(_forward, part, len(places), len(share)) for actor in actors]
             return refs
         if not 0 < entries < replicas:
             return super().async_run_method_batch(method_name, **columns)
@@ -102,13 +104,13 @@ class ActorGroup(RayActorGroup):
         rows = [row for experience in experiences for row in split_experience_batch(experience)]
         dealt = deal_rows([int(row.total_length) for row in rows], replicas, order)
         entries = min(-(-len(experiences) // replicas), len(dealt[-1]))
-        parts = [part for mine in dealt for part in np.array_split(mine, entries)]
+        parts = [part for replica_rows in dealt for part in np.array_split(replica_rows, entries)]
         return [make_experience_batch([rows[row] for row in part]) for part in parts]
 
 
-def _forward(actor: Any, columns: dict[str, list[Any]], entries: int, own: int) -> list[Any]:
-    """Run ``forward`` on the entries, in a rank's process; returns the results of the first ``own``."""
-    return actor.execute_batch("forward", columns, 0, entries)[:own]
+def _forward(actor: Any, columns: dict[str, list[Any]], entries: int, kept: int) -> list[Any]:
+    """Run ``forward`` on the entries, in a rank's process; returns the results of the first ``kept``."""
+    return actor.execute_batch("forward", columns, 0, entries)[:kept]
 
 
 def engine_bundles(pg: PlacementGroup, index: int, length: int) -> list[int]:

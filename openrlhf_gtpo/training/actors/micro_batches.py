@@ -53,12 +53,12 @@ def forward_padded(
     results = forward([[rows[i] for i in part] for part in members])
     values: list[Tensor] = [torch.empty(0)] * len(rows)  # of each row, (2, its actions)
     for part, result in zip(members, results, strict=True):
-        of_rows = torch.stack(result).split([int(rows[i][1].sum()) for i in part], dim=1)
-        for i, both in zip(part, of_rows, strict=True):
+        row_values = torch.stack(result).split([int(rows[i][1].sum()) for i in part], dim=1)
+        for i, both in zip(part, row_values, strict=True):
             values[i] = both
     placed, first = [], 0
     for _, _, action_mask in batches:
         flat = torch.cat(values[first : first + len(action_mask)], dim=1)
-        placed.append(TokenValues(*(place(one, action_mask.bool()) for one in flat)))
+        placed.append(TokenValues(*(place(numbers, action_mask.bool()) for numbers in flat)))
         first += len(action_mask)
     return placed

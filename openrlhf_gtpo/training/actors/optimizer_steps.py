@@ -1,8 +1,9 @@
-"""From a replay buffer to whole optimizer steps: which rows go to which replica and micro-batch, which micro-batch is
-the last, metrics that do not depend on how rows were split, and numbers that must not get into the weights.
+"""From a replay buffer to whole optimizer steps: which rows go to which replica and micro-batch, and which micro-batch
+is the last; metrics that do not depend on how rows were split; and numbers that must not get into the weights.
 
 A rollout may be short (end of the data, dynamic filtering) and its rows dealt unevenly. Every replica still makes the
-same number of optimizer steps, and on DeepSpeed of backward passes: one without a row keeps in step with the others.
+same number of optimizer steps, and on DeepSpeed of backward passes: a replica without a row keeps in step with the
+others.
 """
 
 import math
@@ -78,7 +79,9 @@ def deal_rows(lengths: Sequence[int], replicas: int, order: RowOrder) -> list[np
     steps = count_steps(len(lengths), order.batch_size)
     shuffled = [np.random.default_rng(order.seed).permutation(len(chunk)) for chunk in chunks]
     dealt = [chunk.copy() for chunk in chunks]
-    for places in zip(*(np.array_split(one, steps) for one in shuffled), strict=True):  # one step's, by replica
+    for places in zip(
+        *(np.array_split(permuted, steps) for permuted in shuffled), strict=True
+    ):  # one step's, by replica
         rows = np.concatenate([chunk[place] for chunk, place in zip(chunks, places, strict=True)])
         tokens = [0] * replicas
         free = [list(place) for place in places]
@@ -126,10 +129,15 @@ class StepMetrics:
 
     def add(self, values: Mapping[str, Tensor], experience: Experience) -> None:
         """Add one micro-batch's metrics, scalars or (rows,) each."""
-        mask, others = experience.action_mask, off_policy_rows(experience)
-        own = mask if others is None else mask[~others.to(mask.device)]
+        mask, off_policy = experience.action_mask, off_policy_rows(experience)
+        on_policy = mask if off_policy is None else mask[~off_policy.to(mask.device)]
         tokens, rows = float(mask.sum()), len(mask)
-        for kind, weight in (("token", tokens), ("row", rows), ("own token", float(own.sum())), ("own row", len(own))):
+        for kind, weight in (
+            ("token", tokens),
+            ("row", rows),
+            ("own token", float(on_policy.sum())),
+            ("own row", len(on_policy)),
+        ):
             self._weights[kind] += weight
         for name, value in values.items():
             whose = "own " if name in _OF_OWN_ROWS else ""
@@ -148,10 +156,10 @@ class StepMetrics:
         gathered = all_gather_objects((dict(self._sums), self._weights) if reports else None)
         sums: dict[tuple[str, str], float] = defaultdict(float)
         weights: dict[str, float] = defaultdict(float, step=float(steps))
-        for theirs in filter(None, gathered):
-            for key, value in theirs[0].items():
+        for rank in filter(None, gathered):
+            for key, value in rank[0].items():
                 sums[key] += value
-            for kind, value in theirs[1].items():
+            for kind, value in rank[1].items():
                 weights[kind] += value
         return {name: value / max(weights[kind], 1.0) for (name, kind), value in sums.items()}
 
@@ -174,9 +182,9 @@ def row_metrics(experience: Experience) -> dict[str, Tensor]:
 
 
 class BadSteps:
-    """Watches over a model ("actor" or "critic"): counts optimizer steps whose gradient was not finite, which are
-    skipped (weights, moments, learning rate schedule and step count stay the same, on every rank), and stops training
-    after ``--train.max_bad_steps`` in a row; not with fp16, since DeepSpeed's loss scaling works by skipping steps."""
+    """Counts a model's ("actor" or "critic") optimizer steps whose gradient was not finite, and stops training after
+    ``--train.max_bad_steps`` in a row. Such a step is skipped: weights, moments, learning rate schedule and step count
+    stay the same, on every rank. No limit with fp16, since DeepSpeed's loss scaling works by skipping steps."""
 
     def __init__(self, model: str, args: SimpleNamespace) -> None:
         self._model = model
@@ -186,13 +194,13 @@ class BadSteps:
     def add(self, norm: float, steps: int, metrics: StepMetrics) -> bool:
         """Return True if the step after ``steps`` good ones was bad, by its gradient ``norm``; ``metrics`` says what
         else was not finite. Collective over all ranks if it was. Raises TrainingStopped if it is one too many."""
-        found, metrics.not_finite = metrics.not_finite, set()
+        not_finite, metrics.not_finite = metrics.not_finite, set()
         if math.isfinite(norm):
             self._in_a_row = 0
             return False
         self._in_a_row += 1
-        what = ", ".join(["the gradient", *sorted(set().union(*all_gather_objects(found)))])
-        sentence = f"The {self._model}'s optimizer step after its {steps} good ones was skipped: {what} was not finite"
+        bad = ", ".join(["the gradient", *sorted(set().union(*all_gather_objects(not_finite)))])
+        sentence = f"The {self._model}'s optimizer step after its {steps} good ones was skipped: {bad} was not finite"
         if self._in_a_row >= self._limit:
             raise TrainingStopped(
                 f"{sentence}, the last of {self._in_a_row} in a row (--train.max_bad_steps). No weight has changed; "
@@ -245,8 +253,8 @@ class WholeSteps:
         return self.critic if self._trained == "critic" else self.actor.model  # type: ignore[attr-defined]
 
     def train(self, step: Callable[[MicroBatch], Mapping[str, Tensor]]) -> dict[str, float]:
-        """Train on the whole replay buffer; ``step`` runs a micro-batch's forward and backward pass, and with the last
-        of an optimizer step, that.
+        """Train on the whole replay buffer; ``step`` runs a micro-batch's forward and backward pass, and after the
+        last of an optimizer step the step itself.
 
         Returns:
             its metrics over all replicas (see ``StepMetrics``); for learning rate and gradient norm, the last value.

@@ -51,8 +51,9 @@ from openrlhf_gtpo.platform.random_state import apply_random_state, random_state
 from openrlhf_gtpo.training.checks.prompts import Prompts, blending_datasets
 from openrlhf_gtpo.training.checks.results import checkpoint_folders
 
-# In a checkpoint's client states: those that were given, beside which DeepSpeed 0.19.6 returns entries of its own that
-# it refuses to save or that belong to one rank (runtime/engine.py, _load_checkpoint); and all ranks' random states.
+# In a checkpoint's client states: those that were given, and all ranks' random states. DeepSpeed 0.19.6 returns
+# entries of its own beside them; it refuses to save some of those, and some belong to one rank (runtime/engine.py,
+# _load_checkpoint).
 _GIVEN, _RANDOM = "given", "random"
 
 
@@ -81,8 +82,8 @@ class Strategy(DeepspeedStrategy):
         sampler: Any = None,
         **kwargs: Any,
     ) -> StatefulDataLoader:
-        """Like upstream's, but the process that draws the prompts, which upstream leaves unseeded, shuffles them by
-        ``--train.seed``. Can go with a release that has https://github.com/OpenRLHF/OpenRLHF/pull/1355."""
+        """Like upstream's, but prompts are shuffled by ``--train.seed``: upstream leaves the process that draws them
+        unseeded. Can go with a release that has https://github.com/OpenRLHF/OpenRLHF/pull/1355."""
         if shuffle and sampler is None and not torch.distributed.is_initialized():
             sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(self.seed))
         return super().setup_dataloader(dataset, batch_size, pin_memory, shuffle, *args, sampler=sampler, **kwargs)
@@ -93,22 +94,22 @@ class Strategy(DeepspeedStrategy):
         # ProcessGroupGloo::createDefaultDevice), and Megatron has gloo groups over all nodes. NCCL skips loopbacks.
         address = ray.util.get_node_ip_address()
         for name, addresses in psutil.net_if_addrs().items():
-            if address in [known.address for known in addresses]:
+            if address in [entry.address for entry in addresses]:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         super().setup_distributed(timeout)
         self.accumulated_gradient = 1  # the moving average of the weights counts calls, one per step
 
     @torch.no_grad()
     def moving_average(self, model: Any, model_ema: Any, beta: float = 0.992, device: str = "cpu") -> None:
-        """Like upstream's, but of this rank's parts under ZeRO 3, as DeepSpeed drops what upstream writes to gathered
-        weights (deepspeed 0.19.6, zero/partition_parameters.py, GatheredParameters without modifier_rank), and as
-        exact as in float32, as bfloat16 rounds away most of what a step adds."""
-        for weight, average, rest in zip(model.parameters(), *averages(model_ema), strict=True):
+        """Like upstream's, with two differences. Under ZeRO 3 it is of this rank's parts: DeepSpeed drops what
+        upstream writes to gathered weights (deepspeed 0.19.6, zero/partition_parameters.py, GatheredParameters without
+        modifier_rank). And it is as exact as in float32: bfloat16 rounds away most of what a step adds."""
+        for weight, average, rounded_off in zip(model.parameters(), *averages(model_ema), strict=True):
             if weight.requires_grad:
-                exact = average.float() + rest.float()
+                exact = average.float() + rounded_off.float()
                 exact.lerp_(getattr(weight, "ds_tensor", weight).data.to(exact), 1 - beta)
                 average.copy_(exact)
-                rest.copy_(exact - average.float())
+                rounded_off.copy_(exact - average.float())
 
     def _ds_init_train_model(self, model: Any, cfg: dict) -> Any:
         """Like upstream's, but a step whose gradient is not finite is skipped, as with ZeRO 2. In bf16 DeepSpeed does
@@ -129,16 +130,17 @@ class Strategy(DeepspeedStrategy):
             optimizer.loss_scale_config.use_grad_scaling = True  # in bf16 the scale is 1
         elif isinstance(optimizer, BF16_Optimizer):
             # The LM head may lie outside the engine's forward (policy_model.py). Its gradient is then there before
-            # DeepSpeed's prologue, which clears what an earlier backward pass left; here the epilogue does that.
+            # DeepSpeed's prologue, which would clear it with an earlier pass's gradients; here the epilogue clears.
             optimizer.backward_prologue = lambda: None
             optimizer.backward_epilogue = partial(optimizer.backward_epilogue, clear_lp_grads=True)
             step, optimizer.overflow = optimizer.step, False
 
             def step_if_finite() -> None:
-                checks = [(has_inf_or_nan(one), one.any()) for one in optimizer.fp32_groups_gradients_flat]
-                found = torch.stack([torch.stack(each).any() for each in zip(*checks)]).float()
-                torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
-                bad, some = found.tolist()
+                gradients = optimizer.fp32_groups_gradients_flat
+                checks = [(has_inf_or_nan(gradient), gradient.any()) for gradient in gradients]
+                bad_and_some = torch.stack([torch.stack(flags).any() for flags in zip(*checks)]).float()
+                torch.distributed.all_reduce(bad_and_some, op=torch.distributed.ReduceOp.MAX)
+                bad, some = bad_and_some.tolist()
                 optimizer.overflow = bool(bad)
                 if bad or not some:  # DeepSpeed asserts that there is a gradient, which equal rewards do not give
                     optimizer._global_grad_norm = 0.0
@@ -157,11 +159,18 @@ class Strategy(DeepspeedStrategy):
         return config | {"train_micro_batch_size_per_gpu": 1}
 
     def save_ckpt(
-        self, model: Any, save_dir: str, tag: str, max_num: int, max_mem: float, client_state: Any = None, **of: Any
+        self,
+        model: Any,
+        save_dir: str,
+        tag: str,
+        max_num: int,
+        max_mem: float,
+        client_state: Any = None,
+        **options: Any,
     ) -> None:
         """Like upstream's, but written like the Megatron actor's ``Checkpoints``: with checksums, under a temporary
         name until it is whole and on disk, and earlier ones are removed only then. It also has every rank's random
-        generators, from which dropout draws and which DeepSpeed 0.19.6 does not save.
+        generators: dropout draws from them, and DeepSpeed 0.19.6 does not save them.
 
         Raises:
             CheckpointWriteError: on all ranks, if one could not write; earlier checkpoints are as they were.
@@ -178,7 +187,7 @@ class Strategy(DeepspeedStrategy):
             model.checkpoint_engine = upstream_engine
             del model._copy_recovery_script
         agree(temporary, target, files.failure)
-        metric = {name: of.get(f"metric_{name}") for name in ("key", "value")}
+        metric = {name: options.get(f"metric_{name}") for name in ("key", "value")}
         world_size = torch.distributed.get_world_size()
         publish(temporary, target, {"metric": metric, "world_size": world_size}, files.entries)
         put_in_order(target, self._saved_together(target.parent)[1:], max_num=max_num, max_mem_gb=max_mem)
@@ -200,7 +209,7 @@ class Strategy(DeepspeedStrategy):
             tag = path.name
         schedule = model.lr_scheduler
         peaks = list(schedule.base_lrs)
-        of_groups = [
+        group_settings = [
             {name: group[name] for name in ("betas", "eps", "momentum", "weight_decay") if name in group}
             for group in schedule.optimizer.param_groups
         ]
@@ -212,7 +221,7 @@ class Strategy(DeepspeedStrategy):
                 if "momentum_buffer" in state:
                     state["momentum_buffer"] = state["momentum_buffer"].to(model.optimizer.gradient_accumulation_dtype)
         groups = schedule.optimizer.param_groups
-        for group, saved, peak, settings in zip(groups, schedule.base_lrs, peaks, of_groups, strict=True):
+        for group, saved, peak, settings in zip(groups, schedule.base_lrs, peaks, group_settings, strict=True):
             group.update(settings)
             group["lr"] *= peak / saved if saved not in (0, peak) else 1
             group["initial_lr"] = peak

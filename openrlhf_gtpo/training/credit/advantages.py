@@ -1,5 +1,6 @@
-"""Advantages of a rollout batch: by an estimator of ``algorithms``, or by one of upstream's; with the duties that
-upstream's ``compute_advantages_and_returns`` has besides: penalties, returns, ``info``, and freeing ``kl``.
+"""Advantages of a rollout batch: by an estimator of ``algorithms``, or by one of upstream's.
+
+With the other duties of upstream's ``compute_advantages_and_returns``: penalties, returns, ``info``, freeing ``kl``.
 """
 
 from collections.abc import Sequence
@@ -52,14 +53,14 @@ def shape(
         experience.kl = None
 
 
-def of_upstream(upstream: RemoteExperienceMaker, batch: RolloutBatch, experiences: list[Experience]) -> None:
+def shape_as_upstream(upstream: RemoteExperienceMaker, batch: RolloutBatch, experiences: list[Experience]) -> None:
     """Give ``experiences``, the micro-batches of ``batch``, the advantages of an estimator of upstream's: 0 where
     nothing differs.
 
-    Upstream rounds the mean of equal float32 rewards, and divides what is left by a std of the same size (openrlhf
+    Upstream rounds the mean of equal float32 rewards, and divides the residue by a std of the same size (openrlhf
     0.11.2, trainer/ppo_utils/experience_maker.py, compute_advantages_and_returns: eight rewards of 0.2 get -10, after
-    its clip). Estimators that compare rewards within a group therefore see 0 in place of rewards that are equal
-    there; other groups keep upstream's numbers.
+    its clip). Estimators that compare rewards within a group therefore see 0 in place of equal rewards; other
+    groups keep upstream's numbers.
     """
     strategy = upstream.strategy
     args = strategy.args
@@ -81,7 +82,7 @@ def of_upstream(upstream: RemoteExperienceMaker, batch: RolloutBatch, experience
     for experience, reward in zip(experiences, rewards, strict=True):
         experience.rewards = reward
         experience.info["reward"] = reward.clone()  # upstream has logged what it saw
-    if args.algo.advantage.estimator in _COMPARE_WITHIN_BATCH:  # less the batch's mean, equal ones are equal still
+    if args.algo.advantage.estimator in _COMPARE_WITHIN_BATCH:  # equal advantages are still equal, less their mean
         tokens = torch.cat([e.advantages[e.action_mask.bool()] for e in experiences])
         if (tokens == tokens[:1]).all():
             for experience in experiences:

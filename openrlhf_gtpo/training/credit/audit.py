@@ -67,11 +67,11 @@ class Audit:
         budget = credit.error_budget(exact, batch.values, mask, batch.outcome, batch.group_ids)
         values = dataclasses.asdict(budget)
         closed = self._gate is not None and values[source.gated] > self._gate
-        found = source.found.format(values[source.gated])
+        text = source.found.format(values[source.gated])
         if closed and not self.closed:
-            print(f"{found}, more than {source.gate} {self._gate:g}: {source.closes}, from this batch on.", flush=True)
+            print(f"{text}, more than {source.gate} {self._gate:g}: {source.closes}, from this batch on.", flush=True)
         elif self.closed and not closed:
-            print(f"{found}: {source.opens}.", flush=True)
+            print(f"{text}: {source.opens}.", flush=True)
         self.closed = closed
         return {metric: values[name] for name, metric in source.metrics.items()} | {source.in_use: float(not closed)}
 

@@ -85,7 +85,7 @@ class ExperienceMaker:
         forwarded = time.perf_counter()
         batch = RolloutBatch.gather(batches, values, rows, self.args.rollout.n_samples_per_prompt)
         if self.credit is None:
-            advantages.of_upstream(self._upstream, batch, batches)
+            advantages.shape_as_upstream(self._upstream, batch, batches)
         else:
             batch.check_finite()
             for feature in self._features if own else ():
@@ -117,8 +117,8 @@ class ExperienceMaker:
         if self.args.train.dynamic_batch_enable and len(rows) >= replicas:
             return self._upstream.split_rollout_samples(samples)  # already deals evenly
         needed = -(-len(rows) // self.args.rollout.micro_batch_size)
-        each = min(-(-needed // replicas), max(1, len(rows) // replicas))
-        parts = np.array_split(np.arange(len(rows)), min(len(rows), each * replicas))
+        per_replica = min(-(-needed // replicas), max(1, len(rows) // replicas))
+        parts = np.array_split(np.arange(len(rows)), min(len(rows), per_replica * replicas))
         return [Experience.concat_experiences([samples[row] for row in part], self._pad_token_id) for part in parts]
 
     @property
@@ -133,6 +133,7 @@ class ExperienceMaker:
         As in upstream's ``make_experience`` (openrlhf 0.11.2, trainer/ppo_utils/experience_maker.py); groups that do
         not share GPUs work at the same time.
         """
+        # What each forward pass takes.
         args, models = self.args, self.models
         columns = {
             name: [getattr(b, name) for b in batches] for name in ("sequences", "action_mask", "attention_mask")
@@ -140,6 +141,7 @@ class ExperienceMaker:
         with_images = dict(columns)
         if any(batch.mm_train_inputs for batch in batches):
             with_images["mm_train_inputs_list"] = [batch.mm_train_inputs for batch in batches]
+        # Send to the reward model, the critic and the reference; those on the same GPUs wait for each other.
         rewards = reference = critic = None
         if batches[0].rewards is None:
             assert models.reward is not None, "no reward came with the responses, and there is no reward model"
@@ -162,16 +164,17 @@ class ExperienceMaker:
         if models.reference is not None:
             reference = self._send(models.reference, shared, **with_images)
 
+        # The old policy's values: the actors', unless a feature has others.
         own_values: list[Any] = []  # the actors', if they are asked for them
 
-        def ask_actors(some: Sequence[Experience]) -> list[Any]:
-            given = with_images
-            if some is not batches:
-                given = {name: [getattr(batch, name) for batch in some] for name in columns}
-            refs = self._send(models.actor, shared, **given)
+        def ask_actors(part: Sequence[Experience]) -> list[Any]:
+            forward_columns = with_images
+            if part is not batches:
+                forward_columns = {name: [getattr(batch, name) for batch in part] for name in columns}
+            refs = self._send(models.actor, shared, **forward_columns)
             ask_critic()
             results = self._results(refs)
-            if some is batches:
+            if part is batches:
                 own_values[:] = results
             return results
 
@@ -187,6 +190,7 @@ class ExperienceMaker:
             values = log_probs = ask_actors(batches)
         ask_critic()
 
+        # Collect, and fill in: rewards, KL to the reference, values, and old log-probs where training reads them.
         nothing = [None] * len(batches)
         base = nothing if reference is None else self._results(reference)
         estimates = nothing if critic is None else self._results(critic)

@@ -248,7 +248,7 @@ class CreditLoss:
         if options.is_correction_level != "off":
             assert inputs.rollout_log_probs is not None, "the rollout returned no log-probs to correct with"
             weight, filtered = rollout_correction(options, old_log_probs, inputs.rollout_log_probs, mask)
-            loss = loss * (weight if loss.dim() == 2 else self._of_responses(weight, mask))
+            loss = loss * (weight if loss.dim() == 2 else self._response_weights(weight, mask))
             difference = _token_mean(inputs.rollout_log_probs - old_log_probs, mask)
             metrics |= {"vllm_kl": difference, "is_filter_ratio": filtered}
 
@@ -258,9 +258,9 @@ class CreditLoss:
         units = totals.batch_num_tokens if self.level == "token" else totals.global_batch_size
         loss = loss.sum() / units * totals.dp_size
         ratio = _token_ratios(log_probs, old_log_probs, mask)
-        return LossOutputs(loss, {"policy_loss": loss, **metrics}, ratio, _of_tokens(surrogate.clipped, mask))
+        return LossOutputs(loss, {"policy_loss": loss, **metrics}, ratio, _token_flags(surrogate.clipped, mask))
 
-    def _of_responses(self, weight: Tensor, mask: Tensor) -> Tensor:
+    def _response_weights(self, weight: Tensor, mask: Tensor) -> Tensor:
         """The correction of each response, (B,), from those of its tokens, by the same mean as its ratio.
         A geometric mean, which GMPO (the only other surrogate per response) has too, is over the tokens kept."""
         if self.ratio_mean == "arithmetic" and self.surrogate is None:
@@ -303,7 +303,7 @@ class UpstreamLoss:
         _, clipped = clipped_objective(
             decides, inputs.advantages.float(), options.clip_eps_low, options.clip_eps_high, None
         )
-        return LossOutputs(loss, metrics, ratio, _of_tokens(clipped, mask))
+        return LossOutputs(loss, metrics, ratio, _token_flags(clipped, mask))
 
 
 def rollout_correction(
@@ -343,6 +343,6 @@ def _token_ratios(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Ten
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def _of_tokens(clipped: Tensor, mask: Tensor) -> Tensor:
+def _token_flags(clipped: Tensor, mask: Tensor) -> Tensor:
     """(B, T) bool from (B, T), (B, 1) or (B,)."""
     return (clipped if clipped.dim() == 2 else clipped.unsqueeze(-1)) & mask

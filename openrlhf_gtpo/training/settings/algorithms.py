@@ -1,5 +1,5 @@
-"""The settings of estimators and surrogates, whose fields are declared with them (``algorithms.config.setting``), and
-what the two imply for OpenRLHF's flags."""
+"""The settings of estimators and surrogates, and what the two imply for OpenRLHF's flags. The fields are declared in
+``algorithms`` (``algorithms.config.setting``)."""
 
 import dataclasses
 from typing import Any
@@ -61,11 +61,11 @@ def _follow_surrogate(values: dict[str, Any], given: frozenset[str]) -> None:
 def _check_one_advantage_per_row(values: dict[str, Any], name: str, estimator: str) -> None:
     """Refuse credit that differs between the tokens of a response."""
     why, remedy = None, "give gspo_token, or an estimator such as group_norm or grpo_s"
-    ours = ESTIMATORS.get(estimator)
+    kind = ESTIMATORS.get(estimator)
     discounts = estimator == "gae" or (estimator == "reinforce" and values["algo.advantage.gamma"] != 1)
-    if discounts or (ours and ours.level == "token"):
+    if discounts or (kind and kind.level == "token"):
         why = f"--algo.advantage.estimator {estimator} gives every token its own"
-    elif not ours and values["algo.kl.init_coef"] > 0 and not values["algo.kl.use_loss"]:
+    elif not kind and values["algo.kl.init_coef"] > 0 and not values["algo.kl.use_loss"]:
         why = "the KL in the reward gives every token its own"
         remedy = "give --algo.kl.use_loss or --algo.kl.init_coef 0"
     if why:

@@ -31,8 +31,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     estimator = parser._option_string_actions["--algo.advantage.estimator"]
     assert estimator.choices is not None
     estimator.choices = [*estimator.choices, *ESTIMATORS]
-    ours = (f"{name} ({kind.summary})" for name, kind in ESTIMATORS.items())
-    estimator.help = f"{estimator.help}; {', '.join(ours)}"
+    estimators = (f"{name} ({kind.summary})" for name, kind in ESTIMATORS.items())
+    estimator.help = f"{estimator.help}; {', '.join(estimators)}"
     clip_range = parser._option_string_actions["--reward.clip_range"]
     clip_range.help = (
         f"{clip_range.help}; {', '.join(ESTIMATORS)} clip their advantages with it, and only if it is given"
@@ -69,7 +69,7 @@ def check_ranges(values: Values) -> None:
 
 
 def name_unread(values: dict[str, Any], given: frozenset[str]) -> None:
-    """Print one line that names the ``given`` flags that this run, with these ``values`` by flag, does not read."""
+    """Print one line that names the ``given`` flags not read by a run with these ``values`` by flag."""
     unread: dict[str, list[str]] = {}  # by reason
     for flag in sorted(given):
         lacking = next((need for need in _needs(flag) if not need.holds(values)), None)

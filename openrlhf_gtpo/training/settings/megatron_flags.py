@@ -56,7 +56,7 @@ def layout_of(args: SimpleNamespace) -> Layout:
 
 @contextmanager
 def refusals_name_flags() -> Iterator[None]:
-    """Raise what Megatron's rooms refuse as a UsageError that names each setting by its ``--megatron.*`` flag.
+    """Turn a LayoutError of Megatron's rooms into a UsageError that names each setting by its ``--megatron.*`` flag.
 
     Raises:
         UsageError: a LayoutError was raised.
@@ -80,12 +80,12 @@ def refuse_stray(values: Values, given: Iterable[str]) -> None:
     Raises:
         UsageError: one of the destinations ``given`` on the command line is such a flag.
     """
-    ours = sorted(name for name in given if name.startswith("megatron."))
-    if ours and values["actor.backend"] != "megatron":
-        raise UsageError(f"--{ours[0]} needs --actor.backend megatron; add it, or leave the flag out.")
-    of_fp8 = [name for name in ours if "fp8_" in name or name.endswith("_in_bf16")]
-    if of_fp8 and values["megatron.fp8"] is None:
-        raise UsageError(f"--{of_fp8[0]} needs --megatron.fp8; add it, or leave the flag out.")
+    megatron_flags = sorted(name for name in given if name.startswith("megatron."))
+    if megatron_flags and values["actor.backend"] != "megatron":
+        raise UsageError(f"--{megatron_flags[0]} needs --actor.backend megatron; add it, or leave the flag out.")
+    fp8_flags = [name for name in megatron_flags if "fp8_" in name or name.endswith("_in_bf16")]
+    if fp8_flags and values["megatron.fp8"] is None:
+        raise UsageError(f"--{fp8_flags[0]} needs --megatron.fp8; add it, or leave the flag out.")
 
 
 def _imply(values: dict[str, Any], given: frozenset[str]) -> None:
@@ -97,13 +97,13 @@ def _imply(values: dict[str, Any], given: frozenset[str]) -> None:
     refuse_stray(values, given)
     if values["actor.backend"] != "megatron":
         return
-    for flag, ours in (
+    for flag, equivalent in (
         ("ds.tensor_parallel_size", "tensor_model_parallel_size"),
         ("ds.ring_attn_size", "context_parallel_size"),
     ):
         if values[flag] != 1:
             raise UsageError(
-                f"--{flag} {values[flag]} is DeepSpeed's; with --actor.backend megatron give --megatron.{ours}."
+                f"--{flag} {values[flag]} is DeepSpeed's; with --actor.backend megatron give --megatron.{equivalent}."
             )
     with refusals_name_flags():
         layout = Layout(**{name: values[f"megatron.{name}"] for name in SIZES})

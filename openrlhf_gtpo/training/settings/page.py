@@ -46,9 +46,9 @@ def _item(setting: Setting) -> str:
     notes = [f"`{default}` by default"] if setting.choices and default else []
     notes += [f"`{setting.bounds.of('x')}`"] if setting.bounds else []
     notes += ["not with `--train.async_enable`"] if setting.synchronous else []
-    more = f" ({_link(setting.page)})" if setting.page else ""
+    link = f" ({_link(setting.page)})" if setting.page else ""
     rules = f" ({', '.join(notes)})" if notes else ""
-    return f"- **`{shown}`**{rules}: {_marked(setting.help)}{more}"
+    return f"- **`{shown}`**{rules}: {_marked(setting.help)}{link}"
 
 
 def _preset(name: str) -> str:

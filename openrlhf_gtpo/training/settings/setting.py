@@ -115,8 +115,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Ignored:
-    """Flags from elsewhere, mostly OpenRLHF's, that do nothing with these settings: such a run would go on otherwise
-    than it was asked to.
+    """Flags from elsewhere, mostly OpenRLHF's, that do nothing with these settings: the run would not do what was
+    asked.
 
     Fields:
         flags: names or patterns, such as "vllm.*".
@@ -142,8 +142,8 @@ class Group:
         needs: what a run must have to read any of them.
         ignored: flags from elsewhere that a run with these settings does not read.
         page: where there is more about them, from ``docs``.
-        imply: fills in what the settings imply for each other and for OpenRLHF's flags that are not ``given``, in a
-            parsed command line by flag; raises UsageError for a contradiction.
+        imply: takes a parsed command line by flag, and the flags ``given``; fills in what the settings imply for the
+            others and for OpenRLHF's flags. Raises UsageError for a contradiction.
     """
 
     title: str
@@ -169,13 +169,14 @@ def settings_of(config: type, prefix: str, without: Iterable[str] = ()) -> tuple
         if field.name in without:
             continue
         kind, help, readers = types[field.name], field.metadata["help"], field.metadata["variants"]
-        of_variant: tuple[Need, ...] = ()
+        variant_needs: tuple[Need, ...] = ()
         if readers:
             help += f" (read by {', '.join(readers)})"
             verb = "reads" if len(readers) == 1 else "read"
-            of_variant = (_needs_variant(prefix, readers, f"of the variants only {' and '.join(readers)} {verb} it"),)
+            otherwise = f"of the variants only {' and '.join(readers)} {verb} it"
+            variant_needs = (_needs_variant(prefix, readers, otherwise),)
         choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else None
-        settings.append(Setting(prefix + field.name, field.default, help, kind, choices, needs=of_variant))
+        settings.append(Setting(prefix + field.name, field.default, help, kind, choices, needs=variant_needs))
     return tuple(settings)
 
 

@@ -2,8 +2,8 @@
 
 OpenRLHF 0.11.2 builds its parser, post-processes the arguments and trains inside ``if __name__ == "__main__"``
 (https://github.com/OpenRLHF/OpenRLHF/blob/main/openrlhf/cli/train_ppo_ray.py). That block is cut out of the installed
-source and run with two names of its module replaced: ``argparse`` by a view of the real one whose parser is ours, and
-``train`` by a function that keeps the arguments. All of this can go once upstream has a function that parses.
+source and run with two names of its module replaced: ``argparse`` has our parser, and ``train`` only keeps the
+arguments. All of this can go once upstream has a function that parses.
 """
 
 import argparse
@@ -30,14 +30,14 @@ class _Help(argparse.HelpFormatter):
         return action.dest.rpartition(".")[2].upper()
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        said, default = action.help or "", action.default
-        if default is argparse.SUPPRESS or "(default" in said:
-            return said
+        text, default = action.help or "", action.default
+        if default is argparse.SUPPRESS or "(default" in text:
+            return text
         if isinstance(default, bool):
             default = "on" if default else "off"
         values = default if isinstance(default, list | tuple) else [default]
         shown = " ".join(str(value) for value in values if value is not None) or "none"
-        return f"{said} (default: {shown})".lstrip()
+        return f"{text} (default: {shown})".lstrip()
 
 
 class ExtendedParser(argparse.ArgumentParser):
@@ -82,19 +82,19 @@ def parse(argv: Sequence[str]) -> SimpleNamespace:
         UsageError: a flag or value that upstream or ``flags`` refuses.
         SystemExit: after ``--help``.
     """
-    kept: list[SimpleNamespace] = []
+    parsed: list[SimpleNamespace] = []
     extended = {**vars(argparse), "ArgumentParser": functools.partial(ExtendedParser, argv)}
     namespace = {
         "argparse": SimpleNamespace(**extended),
         "datetime": datetime,
-        "train": kept.append,
+        "train": parsed.append,
         "print": functools.partial(print, file=sys.stderr),
     }
     try:
         exec(main_block(), namespace)
     except AssertionError as error:  # one of upstream's own checks
         raise UsageError(str(error)) from error
-    return kept[0]
+    return parsed[0]
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Values of OpenRLHF's flags with which a run would go on otherwise than asked, or fail only after minutes.
+"""Values of OpenRLHF's flags with which a run would do something else than asked, or fail only after minutes.
 
 Most of OpenRLHF's flags are not here: whatever reads them refuses a bad value within a minute, and says so.
 """
@@ -11,7 +11,7 @@ from openrlhf_gtpo.training.settings import flags
 from openrlhf_gtpo.training.settings.setting import Bounds
 
 _RANGES: tuple[tuple[Bounds, tuple[str, ...]], ...] = (
-    # What this package divides a rollout by; with 0 epochs nothing would be trained, without a word.
+    # What this package divides a rollout by; with 0 epochs it would silently train nothing.
     (
         Bounds(at_least=1),
         ("train.batch_size", "train.micro_batch_size", "train.max_tokens_per_gpu", "train.max_epochs")
