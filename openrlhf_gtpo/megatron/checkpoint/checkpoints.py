@@ -134,6 +134,7 @@ class PendingSave:
         metric: dict[str, Any],
         host: HostMemory | None = None,
     ) -> None:
+        # A temporary folder, on a disk with room for what Megatron writes on the first rank.
         self._path = path
         model, trainer = model_and_trainer(target)
         begin = partial(checkpoint_folder.begin, path, whole_folder=trainer is not None)
@@ -151,6 +152,7 @@ class PendingSave:
             "distributed_optimizer": trainer is not None and trainer.options.distributed,
             "metric": metric,
         }
+        # Megatron's plan of who writes what.
         strategy = ThreadStrategy()
         state = checkpoint_state.sharded_state(model, trainer, is_loading=False)
         with megatron_calls():
@@ -163,6 +165,7 @@ class PendingSave:
             )
         del state  # the writer has its own references to what it writes
         self._finalize = request.finalize_fns
+        # The first rank's small files, and every rank's shards.
         randoms = all_gather_objects(checkpoint_state.rank_random_state())
 
         def write_small_files() -> None:

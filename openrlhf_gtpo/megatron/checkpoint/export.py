@@ -53,14 +53,14 @@ def save_hf(
         name: torch.empty(shape, dtype=dtype, device="meta") for bucket in weights.buckets for name, shape in bucket
     }
     files = split_torch_state_dict_into_shards(shapes, max_shard_size=shard_bytes)
-    held: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)  # of files that are not complete yet
+    unfinished: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)  # of files that are not complete yet
 
     def write(name: str, tensor: torch.Tensor) -> None:
         file = files.tensor_to_filename[name]
         # A copy, because the next bucket but one reuses its memory.
-        held[file][name] = tensor.detach().to("cpu", copy=True).contiguous()
-        if len(held[file]) == len(files.filename_to_tensors[file]):
-            save_file(held.pop(file), temporary / file, metadata={"format": "pt"})
+        unfinished[file][name] = tensor.detach().to("cpu", copy=True).contiguous()
+        if len(unfinished[file]) == len(files.filename_to_tensors[file]):
+            save_file(unfinished.pop(file), temporary / file, metadata={"format": "pt"})
 
     def finish() -> None:
         if files.is_sharded:

@@ -56,8 +56,8 @@ def sharded_state(model: LoadedModel, trainer: Trainer | None, *, is_loading: bo
 
 def missing_keys(state: dict[str, Any], stored: Any) -> list[str]:
     """Keys of ``state`` that a checkpoint with the keys ``stored`` lacks, except those that may be absent."""
-    wanted = {part.unique_key if isinstance(part, ShardedObject) else part.key for part in _sharded_parts(state)}
-    return sorted(key for key in wanted - set(stored) if not _may_be_absent(key))
+    needed = {part.unique_key if isinstance(part, ShardedObject) else part.key for part in _sharded_parts(state)}
+    return sorted(key for key in needed - set(stored) if not _may_be_absent(key))
 
 
 def apply(loaded: dict[str, Any], model: LoadedModel, trainer: Trainer | None) -> None:
@@ -73,7 +73,7 @@ def apply(loaded: dict[str, Any], model: LoadedModel, trainer: Trainer | None) -
                 _load_optimizer(part, state)
             _own_steps(trainer.optimizer)
             if model.options.fp8_primary_weights:
-                # Take what FP8 makes of the float32 weights, not of what it made of them before.
+                # From the float32 weights, not from the FP8 ones made of them before.
                 for part in parts:
                     part._copy_main_params_to_model_params()
                 trainer.ddp.start_param_sync()
@@ -111,7 +111,7 @@ def _allocate(optimizer: Any) -> None:
 
 
 def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """Load what Megatron keeps beside the distributed optimizer's states, which were read in place, or all of a plain
+    """Load what Megatron keeps beside the distributed optimizer's states (those were read in place), or all of a plain
     optimizer. Torch's Adam counts a plain optimizer's steps in its states, Transformer Engine's in its groups; each
     goes on from where the other was saved."""
     plain, saved, inner = state.pop("param_state", None) is None, state.get("optimizer", state), optimizer.optimizer
@@ -133,10 +133,10 @@ def _own_boxes(
     """This rank's share of the states of a distributed optimizer, in place: it writes and reads nothing else.
 
     A rank owns a flat range of each parameter, even if that cuts rows. The range is a few boxes. Because they are
-    boxes of the whole parameter's state, any TP × PP × DP finds its own part, as it does in states that were written
-    whole (Megatron's "fully_reshardable", which gathers them on one rank). Megatron's formats that gather nothing are
-    "dp_reshardable", tied to the layout of its buffers, and "fully_sharded_model_space", which this one replaces: flat
-    ranges, which ``ShardedTensor`` of megatron-core 0.16.1 refuses.
+    boxes of the whole parameter's state, any TP × PP × DP finds its own part. Megatron's "fully_reshardable" allows
+    that too, but gathers the states on one rank. Its formats that gather nothing are "dp_reshardable", tied to the
+    layout of its buffers, and "fully_sharded_model_space", replaced by this one: it writes flat ranges, which
+    ``ShardedTensor`` of megatron-core 0.16.1 refuses.
     """
     places = {part.data: part for part in _sharded_parts(model_state) if not isinstance(part, ShardedObject)}
     boxes = []

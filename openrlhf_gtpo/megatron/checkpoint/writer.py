@@ -92,7 +92,7 @@ class RankWrite:
         """Replace the tensors to write with copies that the next training step does not change."""
         tensors = [tensors for _, _, (_, tensors) in self._writer.write_buckets]
         sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for bucket in tensors for _, tensor in bucket]
-        memory, offsets = host.of_size(sum(sizes)).numpy(), accumulate(sizes, initial=0)
+        memory, offsets = host.buffer(sum(sizes)).numpy(), accumulate(sizes, initial=0)
         for bucket in tensors:
             for i, (item, tensor) in enumerate(bucket):
                 copy = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=next(offsets))

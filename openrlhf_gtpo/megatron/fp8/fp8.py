@@ -118,8 +118,8 @@ class Fp8:
             getattr(module, "_fp8_workspaces", {}).clear()
 
     def forget_recomputation(self) -> None:
-        """Drop what is kept of a forward pass for its recomputation, after a pass that has none: a recomputation takes
-        the oldest delayed scales that are kept, in Transformer Engine too (2.11, pytorch/quantization.py,
+        """Drop the delayed scales kept for a recomputation, after a forward pass without one: the next recomputation
+        would take the oldest that are kept, in Transformer Engine too (2.11, pytorch/quantization.py,
         get_old_fp8_meta_tensors_for_recompute)."""
         for linear in self._linears:
             linear.kept_scales.clear()
@@ -138,7 +138,7 @@ class Fp8:
 
         Args:
             after_step: collective over all replicas, which then have the same scales. Between the micro-batches of a
-                step, of which replicas have different numbers, the call is collective over one replica.
+                step the call is collective over one replica, because replicas have different numbers of them.
         """
         if not self._seen:
             return
@@ -278,23 +278,23 @@ class _Product(torch.autograd.Function):
         by_rows = linear.by_rows(INPUT, matrix, scale)
         # Only the weight's gradient reads it, and an old-policy forward or a frozen weight has none.
         by_columns = linear.by_columns(INPUT, matrix, by_rows) if trains else by_rows
-        of_weight = linear.quantized_weight(weight)
-        ctx.save_for_backward(by_columns.data, by_columns.scale, of_weight.data, of_weight.scale)
-        ctx.blocks = by_columns.block, of_weight.block
+        quantized_weight = linear.quantized_weight(weight)
+        ctx.save_for_backward(by_columns.data, by_columns.scale, quantized_weight.data, quantized_weight.scale)
+        ctx.blocks = by_columns.block, quantized_weight.block
         ctx.linear = linear
-        return by_rows.dequantize(matrix.dtype) @ of_weight.dequantize(matrix.dtype).T
+        return by_rows.dequantize(matrix.dtype) @ quantized_weight.dequantize(matrix.dtype).T
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         data, scale, weight_data, weight_scale = ctx.saved_tensors
         by_rows = ctx.linear.by_rows(GRADIENT, gradient)
         dtype = gradient.dtype
-        of_matrix = of_weight = None
+        d_matrix = d_weight = None
         if ctx.needs_input_grad[0]:
             weight = Quantized(weight_data, weight_scale, ctx.blocks[1])
-            of_matrix = by_rows.dequantize(dtype) @ weight.dequantize(dtype)
+            d_matrix = by_rows.dequantize(dtype) @ weight.dequantize(dtype)
         if ctx.needs_input_grad[1]:
             matrix = Quantized(data, scale, ctx.blocks[0])
             by_columns = ctx.linear.by_columns(GRADIENT, gradient, by_rows)
-            of_weight = by_columns.dequantize(dtype).T @ matrix.dequantize(dtype)
-        return of_matrix, of_weight, None, None, None
+            d_weight = by_columns.dequantize(dtype).T @ matrix.dequantize(dtype)
+        return d_matrix, d_weight, None, None, None

@@ -145,7 +145,7 @@ def check_fp8_host(options: Fp8Options, capability: tuple[int, int], cuda: tuple
     Raises:
         LayoutError: what is missing, and which recipes run here.
     """
-    asked = f"$fp8 {options.mode} $fp8_recipe {options.recipe}"
+    requested = f"$fp8 {options.mode} $fp8_recipe {options.recipe}"
     too_new = {"blockwise"} if capability >= _BLOCKS_AS_MXFP8 else set()
     possible = [recipe for recipe in RECIPES if capability >= CAPABILITY[recipe] and cuda >= _CUDA[recipe]]
     possible = [recipe for recipe in possible if recipe not in too_new]
@@ -153,11 +153,11 @@ def check_fp8_host(options: Fp8Options, capability: tuple[int, int], cuda: tuple
         others = f"the recipes that run here are: {', '.join(possible)}" if possible else "no recipe runs here"
         if options.recipe in too_new:
             raise LayoutError(
-                f"{asked} has float32 scales, and on this device (compute capability {_version(capability)}) "
+                f"{requested} has float32 scales, and on this device (compute capability {_version(capability)}) "
                 f"Transformer Engine multiplies blocks as MXFP8, with powers of two only; {others}."
             )
         raise LayoutError(
-            f"{asked} needs compute capability {_version(CAPABILITY[options.recipe])} and torch built with CUDA "
+            f"{requested} needs compute capability {_version(CAPABILITY[options.recipe])} and torch built with CUDA "
             f"{_version(_CUDA[options.recipe])} or above, and this device has {_version(capability)} and this torch "
             f"{_version(cuda)}; {others}."
         )
@@ -195,12 +195,12 @@ def _check_widths(options: Fp8Options, hf_config: Any, layout: Layout) -> None:
             ("the width of query, key and value heads on a rank", qkv // size),
             ("the MLP's columns on a rank", shape.intermediate_size // size),
         ]
-        return [(what, number) for what, number in widths if number % options.alignment]
+        return [(side, number) for side, number in widths if number % options.alignment]
 
     wrong = unfit(layout.tensor_model_parallel_size)
     if not wrong:
         return
-    what, number = wrong[0]
+    side, number = wrong[0]
     legal = [size for size in legal_tensor_parallel_sizes(hf_config) if not unfit(size)]
     remedy = (
         f"$tensor_model_parallel_size can be {', '.join(map(str, legal))}"
@@ -208,7 +208,7 @@ def _check_widths(options: Fp8Options, hf_config: Any, layout: Layout) -> None:
         else "no tensor-parallel size gives that; use another recipe or $fp8 emulated"
     )
     raise LayoutError(
-        f"$fp8_recipe {options.recipe} multiplies in multiples of {options.alignment}, and {what} is {number} at "
+        f"$fp8_recipe {options.recipe} multiplies in multiples of {options.alignment}, and {side} is {number} at "
         f"$tensor_model_parallel_size {layout.tensor_model_parallel_size}; {remedy}."
     )
 

@@ -44,8 +44,8 @@ class Quantized(NamedTuple):
         for rows in _chunks(self.data):
             # On a CPU, looking numbers up is several times faster than torch's conversion, with the same result.
             codes = self.data[rows].contiguous().view(torch.uint8).flatten().int()
-            found = numbers.index_select(0, codes).view(-1, out.shape[1])
-            out[rows] = found if self.block is None else found.mul_(_spread(inverse, self.block, rows, out.shape[1]))
+            values = numbers.index_select(0, codes).view(-1, out.shape[1])
+            out[rows] = values if self.block is None else values.mul_(_spread(inverse, self.block, rows, out.shape[1]))
         return out
 
 
@@ -56,13 +56,13 @@ def amax_of(values: Tensor, block: Block = None) -> Tensor:
     if block is None:
         low, high = values.aminmax()
         return torch.maximum(-low, high).float()
-    found = torch.empty(grid(values.shape, block), device=values.device)
+    amax = torch.empty(grid(values.shape, block), device=values.device)
     for rows in _chunks(values):
         part = values[rows]
         padded = F.pad(part, (0, -part.shape[1] % block[1], 0, -part.shape[0] % block[0]))
         tiles = padded.view(padded.shape[0] // block[0], block[0], padded.shape[1] // block[1], block[1])
-        found[_blocks_of(rows, block)] = tiles.abs().amax(dim=(1, 3))
-    return found
+        amax[_blocks_of(rows, block)] = tiles.abs().amax(dim=(1, 3))
+    return amax
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype, overflow: torch.dtype = torch.float32) -> Tensor:

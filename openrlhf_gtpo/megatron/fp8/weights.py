@@ -126,9 +126,10 @@ class EmulatedWeight(torch.Tensor):
     def quantize_(self, values: Tensor, amax: Tensor | None = None) -> None:
         """Store ``values`` (O, I) in FP8, scaled by their own ``amax`` or a larger one."""
         amax = amax_of(values, self.block) if amax is None else amax
-        found = quantize(values, E4M3, scale_of(amax, E4M3, values.dtype if self.block else torch.float32), self.block)
-        self.codes.copy_(found.data.view(torch.uint8))
-        self.scale.copy_(found.scale)
+        scale = scale_of(amax, E4M3, values.dtype if self.block else torch.float32)
+        quantized = quantize(values, E4M3, scale, self.block)
+        self.codes.copy_(quantized.data.view(torch.uint8))
+        self.scale.copy_(quantized.scale)
 
     def get_metadata(self) -> dict[str, Tensor]:
         """The tensors that this one consists of, under the name of Transformer Engine's method."""
@@ -161,8 +162,8 @@ def _teach_megatron() -> None:
     parameter is in FP8, to place it, and to quantize the optimizer's shards into it. Can go once a tensor can be
     registered.
     """
-    known = (fp8_utils.FP8_TENSOR_CLASS,) if fp8_utils.HAVE_TE_FP8_TENSOR_CLASS else ()
-    fp8_utils.FP8_TENSOR_CLASS = (*known, EmulatedWeight)
+    te_classes = (fp8_utils.FP8_TENSOR_CLASS,) if fp8_utils.HAVE_TE_FP8_TENSOR_CLASS else ()
+    fp8_utils.FP8_TENSOR_CLASS = (*te_classes, EmulatedWeight)
     fp8_utils.HAVE_TE_FP8_TENSOR_CLASS = True
     place, quantize_shards = fp8_utils._modify_underlying_storage_impl, fp8_utils._quantize_param_shard_impl
 
@@ -206,10 +207,10 @@ def _quantize_shards(
 
     def spread(weight: EmulatedWeight, master: Tensor | None, offset: int | None) -> Tensor:
         """(O, I) with this rank's part, in the dtype that the weight claims to be in, and zeros elsewhere."""
-        whole = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.codes.device)
+        full = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.codes.device)
         if master is not None:
-            whole.view(-1)[offset : offset + master.numel()].copy_(master)  # type: ignore[operator]
-        return whole
+            full.view(-1)[offset : offset + master.numel()].copy_(master)  # type: ignore[operator]
+        return full
 
     parts = list(zip(weights, masters, offsets, strict=True))
     amaxes = [amax_of(spread(*part), part[0].block) for part in parts]

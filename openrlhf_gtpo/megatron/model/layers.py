@@ -158,10 +158,10 @@ def attend(
     back = order.argsort()
     # The gather's backward sums the gradients that every rank's queries give to these keys and values.
     keys, values = (gather_from_sequence_parallel_region(t.contiguous(), group=group)[back] for t in (key, value))
-    mine = chunks_of_rank(lengths, group.size(), group.rank())
+    local = chunks_of_rank(lengths, group.size(), group.rank())
     sequence = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
     everywhere = torch.arange(len(sequence), device=lengths.device)
-    visible = (sequence[mine][:, None] == sequence) & (mine[:, None] >= everywhere)
+    visible = (sequence[local][:, None] == sequence) & (local[:, None] >= everywhere)
     q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, keys, values))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=q.size(1) != k.size(1))
     return out.squeeze(0).transpose(0, 1).reshape(query.size(0), -1)

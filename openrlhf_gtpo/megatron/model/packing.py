@@ -21,7 +21,7 @@ class Packed:
         params: where rows begin, counting all ranks' tokens, for attention and rotary embedding.
         predicts: (M,) places in the sequence whose hidden state predicts an action.
         labels: (M,) those actions, row after row.
-        mine: (N,) mask of the M among all N actions; None if they are all of them.
+        is_local: (N,) mask of the M among all N actions; None if they are all of them.
     """
 
     tokens: Tensor
@@ -29,7 +29,7 @@ class Packed:
     params: PackedSeqParams
     predicts: Tensor
     labels: Tensor
-    mine: Tensor | None = None
+    is_local: Tensor | None = None
 
 
 def pack(
@@ -44,6 +44,7 @@ def pack(
         multiple: the number of tokens on this rank must be a multiple of this.
         context: context-parallel size and rank; this rank gets its two chunks of every row (see ``parallel.context``).
     """
+    # Lengths in whole chunks, and a last row of padding up to the multiple.
     size, rank = context
     assert not any(bool(actions[0]) for _, actions in micro_batch), "a row's first token is an action"
     real = torch.tensor([len(tokens) for tokens, _ in micro_batch])
@@ -53,6 +54,7 @@ def pack(
     if missing:
         lengths = torch.cat([lengths, lengths.new_tensor([missing])])
     starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    # Each token's position in its row; the places of real tokens, and of those that predict an action.
     positions = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(lengths)
     ends = torch.nn.functional.pad(real, (0, len(lengths) - len(real))).repeat_interleave(lengths)
     places = (positions < ends).nonzero().squeeze(1)  # of the real tokens
@@ -62,21 +64,23 @@ def pack(
     predicts = places[actions] - 1  # the hidden state of a token predicts the next one
     tokens = ids.new_zeros(len(positions))
     tokens[places] = ids
-    mine = None
+    # This rank's chunks of every row.
+    is_local = None
     if size > 1:
-        here = chunks_of_rank(lengths, size, rank)
-        local = torch.full_like(tokens, -1)
-        local[here] = torch.arange(len(here))
-        tokens, positions, predicts = tokens[here], positions[here], local[predicts]
-        mine = predicts >= 0
-        predicts, labels = predicts[mine], labels[mine]
+        local = chunks_of_rank(lengths, size, rank)
+        local_place = torch.full_like(tokens, -1)
+        local_place[local] = torch.arange(len(local))
+        tokens, positions, predicts = tokens[local], positions[local], local_place[predicts]
+        is_local = predicts >= 0
+        predicts, labels = predicts[is_local], labels[is_local]
+    # To the device.
     longest = int(lengths.max())
     offsets = starts.to(torch.int32).to(device, non_blocking=True)
     tokens, positions, predicts, labels = (
         tensor.to(device, non_blocking=True)
         for tensor in (tokens.unsqueeze(0), positions.unsqueeze(0), predicts, labels)
     )
-    mine = None if mine is None else mine.to(device, non_blocking=True)
+    is_local = None if is_local is None else is_local.to(device, non_blocking=True)
     params = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=offsets,
@@ -84,4 +88,4 @@ def pack(
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-    return Packed(tokens, positions, params, predicts, labels, mine)
+    return Packed(tokens, positions, params, predicts, labels, is_local)

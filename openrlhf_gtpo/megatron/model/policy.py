@@ -132,9 +132,9 @@ class PolicyGPTModel(GPTModel):
             # (megatron-core 0.16.1, distributed/distributed_data_parallel.py, _make_backward_post_hook).
             accumulate_into_main_grad=not tied and hasattr(weight, "main_grad"),
         )
-        if packed.mine is not None:
-            log_probs = gather_actions(log_probs, packed.mine)
-            entropy = None if entropy is None else gather_actions(entropy, packed.mine)
+        if packed.is_local is not None:
+            log_probs = gather_actions(log_probs, packed.is_local)
+            entropy = None if entropy is None else gather_actions(entropy, packed.is_local)
         return log_probs, entropy
 
 
@@ -163,7 +163,7 @@ def load_model(
 
     Args:
         with_weights: False leaves the parameters unset, for a checkpoint that is loaded afterwards.
-        for_training: False for a model that only runs forward, whose FP8 primary weights then keep less.
+        for_training: False for a model that only runs forward; its FP8 primary weights then keep less.
 
     Raises:
         LayoutError: this process's device does not support the requested FP8.

@@ -104,16 +104,18 @@ class FullWeights:
     def _plan(self) -> list[_Parameter]:
         """The parameters of all stages, the first stage's first."""
         names = self._model.bridge._weight_name_mapping_mcore_local_to_global(self._model.stage, consider_ep=False)
-        mine = [self._describe(name, names[name], parameter) for name, parameter in self._parameters.items()]
+        described = [self._describe(name, names[name], parameter) for name, parameter in self._parameters.items()]
         seen: set[str] = set()
         plan = []
-        for parameter in chain.from_iterable(all_gather_objects(mine, self._pp)):
+        for parameter in chain.from_iterable(all_gather_objects(described, self._pp)):
             if not {name for name, _ in parameter.hf} <= seen:  # a tied head comes again from the last stage
                 plan.append(parameter)
                 seen.update(name for name, _ in parameter.hf)
         return plan
 
     def _describe(self, local_name: str, name: str, parameter: Tensor) -> _Parameter:
+        """Describe a parameter of this rank. A conversion on the meta device gives the names and full shapes of the
+        Hugging Face tensors that it becomes, together with other ranks' parts."""
         sharded = bool(getattr(parameter, "tensor_model_parallel", False)) and self._tp.size() > 1
         described = _Parameter(
             stage=parallel_state.get_pipeline_model_parallel_rank(),
@@ -137,12 +139,12 @@ class FullWeights:
     def _convert(self, parameter: _Parameter, shards: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Convert shards, ordered by EP rank and then by TP rank, to Hugging Face tensors."""
         bridge = self._model.bridge
-        each = len(shards) // len(parameter.names)
+        num_shards = len(shards) // len(parameter.names)
         for i, name in enumerate(parameter.names):
-            merged = shards[i * each]
-            if each > 1:
+            merged = shards[i * num_shards]
+            if num_shards > 1:
                 like = SimpleNamespace(tensor_model_parallel=True, partition_dim=parameter.partition_dim)
-                merged = bridge._weight_merge_across_tp(name, shards[i * each : (i + 1) * each], like)
+                merged = bridge._weight_merge_across_tp(name, shards[i * num_shards : (i + 1) * num_shards], like)
             yield from zip(*bridge._weight_to_hf_format(name, merged), strict=True)
 
     def _cut(self, plan: list[_Parameter], bucket_bytes: int) -> Iterator[list[_Parameter]]:
@@ -175,10 +177,10 @@ class FullWeights:
         """Gather every rank's part of each parameter over ``group``, in one collective."""
         if not parameters:
             return
-        mine = (self._read(self._parameters[parameter.local_name]) for parameter in parameters)
-        flat = torch.cat([shard.reshape(-1) for shard in mine])
+        values = (self._read(self._parameters[parameter.local_name]) for parameter in parameters)
+        flat = torch.cat([shard.reshape(-1) for shard in values])
         gathered = [torch.empty_like(flat) for _ in range(group.size())]
         torch.distributed.all_gather(gathered, flat, group=group)
-        ranks = [one.split([parameter.shape.numel() for parameter in parameters]) for one in gathered]
+        ranks = [rank_values.split([parameter.shape.numel() for parameter in parameters]) for rank_values in gathered]
         for parameter, parts in zip(parameters, zip(*ranks, strict=True), strict=True):
             yield [part.view(parameter.shape) for part in parts]

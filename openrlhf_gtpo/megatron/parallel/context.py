@@ -24,11 +24,11 @@ def chunks_of_rank(lengths: Tensor, size: int, rank: int) -> Tensor:
     return torch.cat(places)
 
 
-def gather_actions(values: Tensor, mine: Tensor) -> Tensor:
+def gather_actions(values: Tensor, is_local: Tensor) -> Tensor:
     """Gather this rank's (M,) action values into all (N,) values, on every context-parallel rank; differentiable.
 
     Every rank then computes the same loss from them, and only its own values carry its gradient.
     """
-    all_values = values.new_zeros(mine.shape).masked_scatter(mine, values)
+    all_values = values.new_zeros(is_local.shape).masked_scatter(is_local, values)
     # A sum over any group, despite its name; the gradient passes as it is.
     return reduce_from_tensor_model_parallel_region(all_values, group=parallel_state.get_context_parallel_group())

@@ -126,8 +126,8 @@ def _gather_buffers_one_by_one() -> None:
             _, *others = operations = started[group]
             started[group] = operations[:1]
         for operation in others:
-            with together(group, async_ops=True) as one:
+            with together(group, async_ops=True) as single:
                 started[group].append(operation)
-            handle.works += one.works
+            handle.works += single.works
 
     param_and_grad_buffer._coalescing_manager = one_by_one

@@ -81,7 +81,7 @@ def _connected_when_used() -> Iterator[None]:
 
 
 def at_destroy(release: Callable[[], Any]) -> None:
-    """Have ``release`` called when the groups are destroyed, to let go of what would keep their threads alive."""
+    """Call ``release`` when the groups are destroyed, to let go of objects that would keep their threads alive."""
     _releases.append(release)
 
 

@@ -1,5 +1,5 @@
-"""The one place that knows which host the engine runs on: its device, its backend, its memory, and the context of
-every Megatron call."""
+"""The host that Megatron runs on, known only here: its device, its backend, its memory, and the context of every
+Megatron call."""
 
 import contextlib
 import importlib.util
@@ -42,7 +42,7 @@ class HostMemory:
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
-    def of_size(self, size: int) -> torch.Tensor:
+    def buffer(self, size: int) -> torch.Tensor:
         """Return (size,) bytes, whose previous contents are lost."""
         if self._bytes.numel() < size:
             self._bytes = torch.empty(0, dtype=torch.uint8)  # freed before the larger one is allocated

@@ -100,10 +100,10 @@ def check_layout(hf_config: Any, layout: Layout, world_size: int) -> None:
             legal; a :class:`WorldSizeError` if the sizes fit the model but not ``world_size``.
     """
     check_architecture(hf_config)
-    for what, number in _sharded_over_tensor_parallel(hf_config):
+    for name, number in _sharded_over_tensor_parallel(hf_config):
         if number % layout.tensor_model_parallel_size:
             raise LayoutError(
-                f"{_TP} {layout.tensor_model_parallel_size} does not divide this model's {number} {what}; it can be "
+                f"{_TP} {layout.tensor_model_parallel_size} does not divide this model's {number} {name}; it can be "
                 f"{_either(legal_tensor_parallel_sizes(hf_config))}."
             )
     if hf_config.num_hidden_layers % layout.pipeline_model_parallel_size:
@@ -126,7 +126,7 @@ def legal_pipeline_parallel_sizes(hf_config: Any) -> list[int]:
 
 
 def legal_layouts(hf_config: Any, world_size: int, context_parallel_size: int = 1) -> list[tuple[int, int]]:
-    """(TP, PP) that the model allows and whose replicas divide ``world_size`` processes evenly, ascending."""
+    """(TP, PP) pairs that the model allows and that split ``world_size`` processes into whole replicas, ascending."""
     return [
         (tensor, pipeline)
         for tensor in legal_tensor_parallel_sizes(hf_config)
@@ -164,11 +164,11 @@ def check_architecture(hf_config: Any) -> None:
             f"the Megatron actor does not train this {kind} model, whose router learns nothing: it gives each token "
             "one expert (num_experts_per_tok 1) with the weight 1 (norm_topk_prob); use the DeepSpeed actor."
         )
-    for name, wanted in _assumed(hf_config).items():
-        value = getattr(hf_config, name, wanted)
-        if value != wanted:
+    for name, expected in _assumed(hf_config).items():
+        value = getattr(hf_config, name, expected)
+        if value != expected:
             raise ModelError(
-                f"the Megatron actor builds {kind} models with {name} {wanted!r}, and this one has {value!r}; "
+                f"the Megatron actor builds {kind} models with {name} {expected!r}, and this one has {value!r}; "
                 "use the DeepSpeed actor."
             )
 
@@ -182,8 +182,8 @@ def _assumed(hf_config: Any) -> dict[str, Any]:
 
 
 def _sliding_window(hf_config: Any) -> int | None:
-    """The attention window in tokens; None if attention always sees every earlier position. Of other models than
-    Qwen's, Transformers 5.15 reads neither ``use_sliding_window`` nor ``layer_types``, of its MoE only the former."""
+    """The attention window in tokens; None if attention always sees every earlier position. Transformers 5.15 reads
+    ``use_sliding_window`` only for Qwen's models, and ``layer_types`` only for its dense ones."""
     window, kind = getattr(hf_config, "sliding_window", None), hf_config.model_type
     if window is None or (kind.startswith("qwen") and not getattr(hf_config, "use_sliding_window", True)):
         return None
@@ -206,10 +206,10 @@ def _check_rope(hf_config: Any) -> None:
             f"the Megatron actor does not support this model's rotary embedding {kind!r} (rope_type); it supports "
             f"{', '.join(SUPPORTED_ROPE_TYPES)}."
         )
-    for name, wanted in _LLAMA3_ROPE.items() if kind == "llama3" else ():
-        if rope.get(name, wanted) != wanted:
+    for name, expected in _LLAMA3_ROPE.items() if kind == "llama3" else ():
+        if rope.get(name, expected) != expected:
             raise ModelError(
-                f"the Megatron actor supports the rotary embedding llama3 only with {name} {wanted}, and this "
+                f"the Megatron actor supports the rotary embedding llama3 only with {name} {expected}, and this "
                 f"model has {rope[name]}; use the DeepSpeed actor."
             )
 

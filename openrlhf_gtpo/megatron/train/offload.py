@@ -65,7 +65,7 @@ class Offload:
         """Free the memory of ``tensors`` once it is copied; only ``empty_cache`` gives it to other processes."""
         storages = {s.data_ptr(): s for s in (tensor.untyped_storage() for tensor in tensors) if s.nbytes()}
         sizes = [storage.nbytes() for storage in storages.values()]
-        host = self._host[name].of_size(sum(sizes))  # moments come with the first step
+        host = self._host[name].buffer(sum(sizes))  # moments come with the first step
         self._moved[name] = list(zip(storages.values(), host.split(sizes), strict=True))
         for storage, host in self._moved[name]:
             host.copy_(_bytes(storage))
@@ -77,7 +77,7 @@ class Offload:
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
         chained = self._trainer.optimizer.chained_optimizers
-        for optimizer in (one.optimizer for one in chained if one.optimizer is not None):
+        for optimizer in (part.optimizer for part in chained if part.optimizer is not None):
             for group in optimizer.param_groups:
                 yield from (parameter.data for parameter in group["params"])
             for state in optimizer.state.values():

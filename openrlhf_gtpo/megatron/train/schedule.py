@@ -98,7 +98,7 @@ def _run(
         return output, partial(finish, index) if index < len(micro_batches) else _count_nothing
 
     # A replica without micro-batches still reduces gradients with the others, and replicas that share experts wait for
-    # each other in every micro-batch, so missing ones are filled with a row that does not count.
+    # each other in every micro-batch. A row that does not count stands in for missing micro-batches.
     needed = max(1, len(micro_batches))
     if config.expert_model_parallel_size > 1:
         most = torch.tensor(needed, device=device())

@@ -16,7 +16,7 @@ from openrlhf_gtpo.megatron.parallel.host import device, megatron_calls, on_cuda
 from openrlhf_gtpo.megatron.train import schedule
 from openrlhf_gtpo.token_values import MicroBatch
 
-# Maps a torch optimizer, of which only the learning rate matters, to its schedule.
+# Maps a torch optimizer to its learning-rate schedule; nothing else of the optimizer matters.
 MakeSchedule = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
@@ -103,7 +103,7 @@ class Trainer:
                 optimizer_config, [self.ddp], get_standard_config_overrides(optimizer_config)
             )
         for parameter in model.stage.parameters():
-            # Megatron forgets the exact values only of those of which this rank's optimizer has a part (0.16.1,
+            # Megatron forgets the exact values only of parameters with a part in this rank's optimizer (0.16.1,
             # optimizer/distrib_optimizer.py, _build_model_and_main_param_groups).
             if hasattr(parameter, "clear_high_precision_init_val"):
                 parameter.clear_high_precision_init_val()
@@ -169,8 +169,8 @@ class Trainer:
         """Gather over the replicas all parameters that no forward pass has gathered since the optimizer's step;
         collective if there are any.
 
-        Megatron's forward hooks do the same one bucket after another, and nothing once it is done: passes outside a
-        step, of which replicas make different numbers, then never wait for each other.
+        Megatron's forward hooks do the same one bucket after another, and nothing once it is done. Replicas make
+        different numbers of passes outside a step; those then never wait for each other.
         """
         if self.ddp.use_forward_hook:
             with megatron_calls():
@@ -183,14 +183,14 @@ class Trainer:
         the replicas' float32 shards, and the call is collective over them."""
         if not is_fp8(parameter):
             return parameter.detach()
-        whole = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device())
+        full = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device())
         for part in self.optimizer.chained_optimizers:
             for weight, shard, start in zip(*part._get_fp8_params_and_shard_fp32_from_fp8(), strict=True):
                 if weight is parameter:
                     if shard is not None:
-                        whole.view(-1)[start : start + shard.numel()].copy_(shard)
-                    torch.distributed.all_reduce(whole, group=part.data_parallel_group)
-                    return whole
+                        full.view(-1)[start : start + shard.numel()].copy_(shard)
+                    torch.distributed.all_reduce(full, group=part.data_parallel_group)
+                    return full
         raise AssertionError("an FP8 weight that no optimizer trains")
 
     def schedule_state(self) -> dict[str, Any]:
