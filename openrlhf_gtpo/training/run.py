@@ -108,8 +108,8 @@ def run(args: SimpleNamespace) -> None:
     from openrlhf.trainer import ppo_trainer
 
     from openrlhf_gtpo.training.controller.cluster_checks import check_nodes
+    from openrlhf_gtpo.training.controller.failures import deaths_noticed, explained, raised_on
     from openrlhf_gtpo.training.controller.placement import waits_reported
-    from openrlhf_gtpo.training.features.supervision.failures import deaths_noticed, explained, raised_on
 
     groups: list[Any] = []
     controllers: list[Any] = []  # none of this package's in asynchronous training

@@ -19,6 +19,8 @@ from openrlhf_gtpo.errors import StoppedOnRequest, TrainingStopped
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import Rows
 from openrlhf_gtpo.training.actors.actor_trainer import wait_for_engines
+from openrlhf_gtpo.training.controller.engines import Engines
+from openrlhf_gtpo.training.controller.heartbeat import Watched
 from openrlhf_gtpo.training.controller.metrics import (
     describe_rollout,
     eval_metrics,
@@ -33,8 +35,6 @@ from openrlhf_gtpo.training.controller.trackers import Trackers
 from openrlhf_gtpo.training.credit.experiences import ExperienceMaker, Models
 from openrlhf_gtpo.training.credit.old_policy import count_all_steps
 from openrlhf_gtpo.training.feature import Feature
-from openrlhf_gtpo.training.features.supervision.engines import Engines
-from openrlhf_gtpo.training.features.supervision.heartbeat import Watched
 from openrlhf_gtpo.training.rollout.sampler import Sampler
 from openrlhf_gtpo.training.rows import Rollout
 from openrlhf_gtpo.training.step import run_steps

@@ -12,7 +12,7 @@ import ray
 from ray.util.state import list_actors, list_jobs
 
 from openrlhf_gtpo.errors import one_line
-from openrlhf_gtpo.training.features.supervision.failures import repeated
+from openrlhf_gtpo.training.controller.failures import repeated
 
 _PATIENCE, _AGAIN = 20.0, 300.0  # seconds until the first line, and from one to the next
 _LIMIT = 10000  # actors; Ray's greatest

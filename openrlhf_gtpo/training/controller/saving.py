@@ -12,8 +12,8 @@ import ray
 from openrlhf_gtpo.checkpoints.folder import CheckpointWriteError
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.training.actors.actor_trainer import keep_trying
+from openrlhf_gtpo.training.controller.failures import write_errors
 from openrlhf_gtpo.training.credit.experiences import Models
-from openrlhf_gtpo.training.features.supervision.failures import write_errors
 
 
 class Saver:

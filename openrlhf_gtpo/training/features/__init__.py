@@ -5,7 +5,7 @@ from openrlhf_gtpo.training.features.dumps import Dumps, Replay
 from openrlhf_gtpo.training.features.fp8_audit import FP8Audit
 from openrlhf_gtpo.training.features.guide import GuidingPolicy
 from openrlhf_gtpo.training.features.sampler_entropy import SamplerEntropy
-from openrlhf_gtpo.training.features.supervision import SpikeWatch
+from openrlhf_gtpo.training.features.spikes import SpikeWatch
 
 # All features, in the order in which their hooks are called: the last one sees what the others have logged.
 FEATURES: tuple[type[Feature], ...] = (SamplerEntropy, FP8Audit, GuidingPolicy, Replay, Dumps, SpikeWatch)

@@ -25,7 +25,7 @@ from openrlhf_gtpo.training.controller.cluster_checks import (
     check_shared_folder,
     free_memory,
 )
-from openrlhf_gtpo.training.features.supervision.failures import explained, raise_if_lost, write_errors
+from openrlhf_gtpo.training.controller.failures import explained, raise_if_lost, write_errors
 
 
 def run_of(actor: int, engines: int, colocated: bool = False) -> SimpleNamespace:

@@ -119,7 +119,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 
 def test_the_driver_hands_the_request_on() -> None:
     """It comes out of the controller's task error with the text that it had there."""
-    from openrlhf_gtpo.training.features.supervision.failures import cause_of
+    from openrlhf_gtpo.training.controller.failures import cause_of
 
     inner = ray.exceptions.RayTaskError("fit", "traceback", StoppedOnRequest("asked to")).as_instanceof_cause()
     outer = ray.exceptions.RayTaskError("train", "traceback", inner).as_instanceof_cause()

@@ -12,8 +12,8 @@ from rollouts import arguments
 from openrlhf_gtpo.errors import Restartable, TrainingStopped
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import read_runs
-from openrlhf_gtpo.training.features.supervision import SpikeWatch
-from openrlhf_gtpo.training.features.supervision.spikes import Spikes
+from openrlhf_gtpo.training.features.spikes import SpikeWatch
+from openrlhf_gtpo.training.features.spikes.spikes import Spikes
 
 
 def after(steps: int, limit: float = 8.0) -> Spikes:

@@ -11,12 +11,12 @@ from openrlhf.trainer.ray import vllm_engine
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.training.actors.actor_trainer import wait_for_engines
 from openrlhf_gtpo.training.actors.dispatch import engine_bundles
+from openrlhf_gtpo.training.controller.engines import kill_hanging
 from openrlhf_gtpo.training.credit.rollout_batch import RolloutBatch
 from openrlhf_gtpo.training.feature import ControllerFeature, EngineFeature
 from openrlhf_gtpo.training.features.guide.endpoint import EndpointActor
 from openrlhf_gtpo.training.features.guide.guide import Guide
 from openrlhf_gtpo.training.features.guide.sampler import GuidedSampler
-from openrlhf_gtpo.training.features.supervision.engines import kill_hanging
 from openrlhf_gtpo.training.rollout.rewards import Patience
 from openrlhf_gtpo.training.rollout.rollout_actor import MAX_CALLS, StrictRolloutActor
 from openrlhf_gtpo.training.rows import Row

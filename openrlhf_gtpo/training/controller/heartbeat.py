@@ -6,7 +6,7 @@ from typing import Any
 
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.heartbeat import Heartbeat
-from openrlhf_gtpo.training.features.supervision.failures import answering
+from openrlhf_gtpo.training.controller.failures import answering
 
 
 class Watched:

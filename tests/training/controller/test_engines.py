@@ -15,9 +15,9 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryErr
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf_gtpo.errors import TrainingStopped, last_error
+from openrlhf_gtpo.training.controller import engines as module
+from openrlhf_gtpo.training.controller.engines import Engines, kill_hanging
 from openrlhf_gtpo.training.features.guide.guide import Guide
-from openrlhf_gtpo.training.features.supervision import engines as module
-from openrlhf_gtpo.training.features.supervision.engines import Engines, kill_hanging
 from openrlhf_gtpo.training.rollout.rollout_actor import EngineRestarted
 
 NEVER = object()
@@ -158,7 +158,7 @@ def test_a_trainer_on_the_same_gpus_waits_until_a_lost_engine_has_started(
     serving = [Engine(), Engine()]
     zero, one = serving
     engines, waited = Engines(serving, max_restarts=1, stall_timeout=0), []
-    monkeypatch.setattr("openrlhf_gtpo.training.features.supervision.engines.wait_for_engines", waited.append)
+    monkeypatch.setattr("openrlhf_gtpo.training.controller.engines.wait_for_engines", waited.append)
     engines.wait_for_lost()
     assert not waited
     one.state = task_error(EngineRestarted("it has old weights"))

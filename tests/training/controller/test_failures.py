@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 
-from openrlhf_gtpo.training.features.supervision.failures import answering, deaths_noticed
+from openrlhf_gtpo.training.controller.failures import answering, deaths_noticed
 
 
 class Rank:
@@ -71,7 +71,7 @@ def test_what_a_signal_raises_comes_out_of_rays_get_as_it_is() -> None:
     program = """
 import os, signal, sys, threading
 import ray
-from openrlhf_gtpo.training.features.supervision.failures import raised_on
+from openrlhf_gtpo.training.controller.failures import raised_on
 
 @ray.remote
 def wait():  # for a CPU, of which there is none

@@ -18,7 +18,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf_gtpo.errors import TrainingStopped, last_error
 from openrlhf_gtpo.training.actors.actor_trainer import wait_for_engines
-from openrlhf_gtpo.training.features.supervision.failures import DIED, cause_of
+from openrlhf_gtpo.training.controller.failures import DIED, cause_of
 from openrlhf_gtpo.training.rollout.rollout_actor import EngineRestarted
 
 _ANSWER = 10.0  # seconds for an engine to say that it serves; a slower one is not taken for dead

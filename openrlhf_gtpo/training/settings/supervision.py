@@ -17,7 +17,7 @@ def _imply(values: dict[str, Any], given: frozenset[str]) -> None:
 
 SUPERVISION = Group(
     "supervision",
-    "what happens if engines, ranks or rewards die or hang, and if a step stands out",
+    "what happens if engines, ranks or rewards die or hang, or an optimizer step is not finite",
     (
         Setting(
             "train.max_restarts",
@@ -36,15 +36,6 @@ SUPERVISION = Group(
             "checkpoint",
             bounds=Bounds(at_least=0),
             synchronous=True,
-        ),
-        Setting(
-            "train.spike_zscore",
-            0.0,
-            "stop without saving if loss, KL or gradient norm is this many deviations above that of the last 50 "
-            "steps; 0 never",
-            bounds=Bounds(at_least=0),
-            synchronous=True,
-            page="openrlhf.md#what-is-not-finite",
         ),
         Setting(
             "train.max_bad_steps",
