@@ -243,7 +243,7 @@ FLAGS_OF_FEATURES = {
     "dumps": (r"logger\.dump_\w+", {"training/checks/results.py"}),
     "replay": (
         r"train\.replay_rollouts",
-        {"training/run.py", "training/checks/settings.py", "training/controller/controller.py"},
+        {"training/run.py", "training/checks/settings.py"},
     ),
     "sampler_entropy": (r"rollout\.entropy_audit\w*", set()),
     "fp8_audit": (r"megatron\.fp8_audit\w*", set()),

@@ -41,6 +41,7 @@ def run_step(run: "Controller", sample: Callable[[], Rollout]) -> Rollout:
     run.deal([*own, *others])
     with run.phase(names.PPO_TRAIN, metrics):
         metrics |= run.train(step)
+    run.adapt_kl_coefficient(metrics)  # of the next step
 
     # Send weights: the engines' next rows are the new policy's.
     with run.phase(names.BROADCAST, metrics):

@@ -220,6 +220,7 @@ def test_rescued_rows_are_trained_on_with_the_steps_own() -> None:
         maker=SimpleNamespace(make=lambda rows, own=True: [*rows]),
         deal=dealt.append,
         train=lambda step: {},
+        adapt_kl_coefficient=lambda metrics: None,
         send_weights=lambda: None,
         describe=describe,
         log=lambda metrics, stays: None,

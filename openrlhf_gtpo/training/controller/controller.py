@@ -89,7 +89,7 @@ class Controller:
         self.prompts: Any = None
         self.held_out: Any = None
         self.sampling: tuple[Any, ...] = ()
-        if args.train.replay_rollouts:
+        if not args.rollout.is_sampled:  # a feature's sampler stands for the prompts' loader too
             self._take_sampler()
             self.prompts, self.max_steps = self.sampler, self.sampler.max_steps
         else:
@@ -241,7 +241,7 @@ class Controller:
             TrainingStopped: more engines died than the run allows.
             ray.exceptions.RayError: an engine died during the transfer.
         """
-        if self.args.train.replay_rollouts:
+        if not self.args.rollout.is_sampled:
             return
         self.engines.check()
         try:
@@ -262,17 +262,21 @@ class Controller:
             self.saver.save_if_best(evaluated, self.step, dict(states))
             self._begin_step()
 
-    def describe(self, rollout: Rollout, own: Sequence[Experience], metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """What is logged of the step besides its phases' own metrics; an adaptive KL coefficient follows its KL."""
-        self.costs.trained()
-        coefficient, args = self.kl_control.value, self.args
+    def adapt_kl_coefficient(self, metrics: Mapping[str, Any]) -> None:
+        """Have an adaptive KL coefficient follow the KL of the step that was trained."""
+        before, rollout = self.kl_control.value, self.args.rollout
         if "kl" in metrics:
-            self.kl_control.update(metrics["kl"], args.rollout.batch_size * args.rollout.n_samples_per_prompt)
-            if not math.isfinite(self.kl_control.value):  # an adaptive one follows skipped optimizer steps' KL too
-                self.kl_control.value = coefficient
+            self.kl_control.update(metrics["kl"], rollout.batch_size * rollout.n_samples_per_prompt)
+            if not math.isfinite(self.kl_control.value):  # skipped optimizer steps have a KL too
+                self.kl_control.value = before
+
+    def describe(self, rollout: Rollout, own: Sequence[Experience], metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """What is logged of the step besides its phases' own metrics."""
+        self.costs.trained()
+        args = self.args
         more = describe_rollout(own, self.tokenizer) | self.maker.metrics
         more[names.TIMING_STEP_TOTAL] = sum(metrics[names.timing(phase)] for phase in names.PHASES)
-        if not args.train.replay_rollouts:
+        if args.rollout.is_sampled:
             more[names.TOKENS_SAMPLED] = float(rollout.tokens)
         if args.train.max_restarts:
             more[names.RESTARTS_ENGINES] = float(self.engines.restarts)
@@ -368,7 +372,7 @@ class Controller:
         if isinstance(self.kl_control, AdaptiveKLController):  # a fixed one is what the command line says
             self.kl_control.value = states.get(_KL_COEFFICIENT, self.kl_control.value)
         self.step, self.consumed = states["global_step"], states["total_consumed_prompts"]
-        self.episode = 0 if self.args.train.replay_rollouts else states["episode"]
+        self.episode = states["episode"]
         self.sampler.drawn = self.consumed
         for feature in self.features:
             feature.restore(states, self.step)

@@ -15,6 +15,11 @@ from openrlhf_gtpo.training.settings.run import RUN
 from openrlhf_gtpo.training.settings.setting import Group, Need, Setting, Values
 from openrlhf_gtpo.training.settings.supervision import SUPERVISION
 
+# What the core asks of a run besides its flags. A feature sets it where it settles what its flags imply.
+DERIVED: Values = {
+    "rollout.is_sampled": True,  # by engines, from prompts; otherwise a feature's sampler has the rows
+}
+
 
 def setting_groups() -> tuple[Group, ...]:
     """All settings, in the order of --help, and of what they imply: a preset chooses the estimator."""
@@ -55,6 +60,7 @@ def adjust(args: argparse.Namespace, given: frozenset[str]) -> None:
         UsageError: a flag that contradicts the preset, the estimator's loss level or the actor's backend.
     """
     values = vars(args)  # by flag
+    values |= DERIVED
     # OpenRLHF takes the one value of eps_clip for both bounds.
     chosen = given | {"actor.eps_clip_low_high"} if "actor.eps_clip" in given else given
     for group in setting_groups():

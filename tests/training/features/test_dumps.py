@@ -214,6 +214,18 @@ def test_a_replayed_step_has_the_number_of_its_dump(tmp_path: Path, monkeypatch:
     assert not any(name == "broadcast_to_vllm" for name, _ in actors.called)
 
 
+def test_a_replay_goes_on_from_a_checkpoint_of_the_sampled_runs_last_episode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (9, 12):
+        dumped(rollout(seed=3), tmp_path / "dumps", monkeypatch, "--algo.advantage.estimator", "gtpo", steps=(step,))
+    replays = ("--train.replay_rollouts", str(tmp_path / "dumps"), "--ckpt.load_enable", "--train.num_episodes", "1")
+    args = run_arguments(tmp_path, *replays, samples=4)
+    run = controller(monkeypatch, args, actors := Group({"episode": 1, "global_step": 9}), engines=[])
+    run.fit()
+    assert run.step == 12 and len(actors.trained) == 1
+
+
 def test_whole_groups_are_sampled_anew_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A generator of its own samples them: the run's generators stay where they were."""
     torch.manual_seed(1)

@@ -107,7 +107,7 @@ def read_rows(dump: RolloutDump, args: SimpleNamespace) -> list[Row]:
 
 
 class ReplayInController(ControllerFeature):
-    """A step has the number of its dump."""
+    """A step has the number of its dump, and all dumps are one episode."""
 
     def sampler(self, run: Any) -> ReplayedSampler:
         self._replayed = ReplayedSampler(self.args)
@@ -115,3 +115,6 @@ class ReplayInController(ControllerFeature):
 
     def restore(self, state: Mapping[str, Any], step: int) -> None:
         self._replayed.begin_after(step)
+
+    def begin(self, run: Any) -> None:
+        run.episode = 0  # whichever one the checkpoint is of

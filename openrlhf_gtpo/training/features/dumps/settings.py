@@ -39,6 +39,7 @@ def _imply(values: dict[str, Any], given: frozenset[str]) -> None:
         return
     if not values["train.replay_rollouts"]:
         raise UsageError("Expected --train.replay_rollouts to be a folder with dumps, got an empty string.")
+    values["rollout.is_sampled"] = False
     values |= {"vllm.num_engines": 1, "eval.dataset": None, "train.agent_func_path": None}
     values |= {"algo.dynamic_filtering_enable": False, "rollout.entropy_audit_steps": 0}
     # The dumps say which rows are the guide's, and have no rescued ones.
