@@ -13,6 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from openrlhf_gtpo.training.feature import Feature
+from openrlhf_gtpo.training.features import FEATURES, Dumps
+from openrlhf_gtpo.training.settings.flags import DERIVED
+
 PACKAGE = Path(__file__).resolve().parents[1] / "openrlhf_gtpo"
 
 # Heavy libraries, by the names under which they land in sys.modules.
@@ -64,8 +68,11 @@ INNER = {
 # The files beside them that all of them may import, and which import none of them; the others import the rooms, and no
 # room may import those.
 BESIDE = {"megatron": set(), "training": {"rows", "feature", "host", "step"}}
-# What has something of every feature: vLLM is given one class for its workers, by name, and a command line all flags.
-COMPOSES = {"training/rollout/worker_extension.py", "training/settings/flags.py", "training/features/__init__.py"}
+# What has something of every feature, from their list: a command line has all flags, and a run those that are on.
+COMPOSES = {"training/settings/flags.py", "training/run.py"}
+# What has something of one feature: vLLM is given one class for its workers, by name, and an evaluation shows the
+# entropies of that class's sampler.
+OF_SAMPLER = {"training/rollout/worker_extension.py", "scoring/answers.py"}
 
 
 def rooms() -> list[str]:
@@ -168,9 +175,9 @@ def test_an_inner_room_names_only_those_before_it(room: str) -> None:
         for path in sorted((PACKAGE / room / inner).rglob("*.py")):
             for name, line in imported(path):
                 parts = name.split(".")
-                if parts[:2] != [PACKAGE.name, room] or str(path.relative_to(PACKAGE)) in COMPOSES:
+                if parts[:2] != [PACKAGE.name, room] or parts[2] in known:
                     continue
-                if parts[2] not in known:
+                if str(path.relative_to(PACKAGE)) not in COMPOSES | OF_SAMPLER:
                     wrong.append(f"{path.relative_to(PACKAGE)}:{line} {name}")
     assert not wrong
 
@@ -182,16 +189,15 @@ def test_a_file_that_all_inner_rooms_know_knows_none_of_them(room: str, file: st
     assert not [parts for parts in found if parts[:2] == own and parts[2] not in BESIDE[room]]
 
 
-def test_features_know_no_other() -> None:
-    """Each can be left out, and the core knows none of them (see INNER)."""
-    folder, wrong = PACKAGE / "training" / "features", []
-    for path in sorted(folder.glob("*/**/*.py")):
-        own = path.relative_to(folder).parts[0]
-        for name, line in imported(path):
-            parts = name.split(".")
-            if parts[1:3] == ["training", "features"] and parts[3] != own:
-                wrong.append(f"{path.relative_to(PACKAGE)}:{line} {name}")
-    assert not wrong
+def test_features_know_no_other_and_are_known_by_their_list() -> None:
+    features, knowing = f"{PACKAGE.name}.training.features", {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        own = ".".join(path.relative_to(PACKAGE.parent).parts[:4])
+        for name, _ in imported(path):
+            if name.startswith(features) and not name.startswith((f"{own}.", f"{features}.FEATURES")):
+                knowing.setdefault(str(path.relative_to(PACKAGE)), set()).add(name.split(".")[3])
+    assert knowing.pop("training/features/__init__.py") == {kind.__module__.split(".")[3] for kind in FEATURES}
+    assert knowing == dict.fromkeys(OF_SAMPLER, {"sampler_entropy"})
 
 
 def test_no_hook_on_a_module_changes_what_trains() -> None:
@@ -230,33 +236,13 @@ def test_what_trains_does_not_know_what_stands_beside_it(room: str) -> None:
     assert not [found for found in names if f"{found[2]}.".startswith(("openrlhf_gtpo.tools.", "benchmarks."))]
 
 
-# A feature's flags, and the files of the core outside its folder that still name them: where its processes are placed,
-# and what runs without engines. A file may leave this list, and none should join it.
-FLAGS_OF_FEATURES = {
-    "guide": (
-        r"algo\.guide\b",
-        {
-            *("training/host.py", "training/controller/cluster_checks.py", "training/settings/run.py"),
-            *("training/credit/old_policy.py", "training/checks/data.py"),
-        },
-    ),
-    "dumps": (r"logger\.dump_\w+", {"training/checks/results.py"}),
-    "replay": (
-        r"train\.replay_rollouts",
-        {"training/run.py", "training/checks/settings.py"},
-    ),
-    "sampler_entropy": (r"rollout\.entropy_audit\w*", set()),
-    "fp8_audit": (r"megatron\.fp8_audit\w*", set()),
-    "spikes": (r"train\.spike_zscore", set()),
-}
-
-
-@pytest.mark.parametrize("feature", FLAGS_OF_FEATURES)
-def test_a_feature_is_named_in_its_folder_alone(feature: str) -> None:
-    flag, known = FLAGS_OF_FEATURES[feature]
-    naming = {
-        str(path.relative_to(PACKAGE))
-        for path in PACKAGE.rglob("*.py")
-        if re.search(flag, path.read_text()) and not {"features", "report"} & {*path.relative_to(PACKAGE).parts}
-    }
-    assert naming - {"cli/report.py", "cli/view.py"} == known
+@pytest.mark.parametrize("kind", FEATURES)
+def test_a_feature_is_named_in_its_folder_alone(kind: type[Feature]) -> None:
+    """So are its flags; what the core asks of them is in ``DERIVED``. Readers of dumps say who writes them."""
+    own = [setting.flag for setting in kind.settings.settings if setting.flag not in DERIVED]
+    sections = {flag.rpartition(".")[0] if flag.count(".") > 1 else flag for flag in own}
+    named = re.compile("|".join(rf"\b{re.escape(section)}\b" for section in sorted(sections)))
+    folder = PACKAGE.parent.joinpath(*kind.__module__.split("."))
+    naming = {path for path in PACKAGE.rglob("*.py") if folder not in path.parents and named.search(path.read_text())}
+    readers = {"report/rollouts.py", "cli/report.py", "cli/view.py"} if kind is Dumps else set()
+    assert {str(path.relative_to(PACKAGE)) for path in naming} == readers

@@ -102,7 +102,7 @@ def configurations(common: Sequence[str], compare: Mapping[str, Sequence[str]], 
 def setup_of(args: SimpleNamespace) -> Setup:
     """GPUs, operations and precisions of a run with ``args``, placed as OpenRLHF's ``train`` places its groups."""
     gpus = gpus_of(args)
-    models = sum(gpus) - gpus.engines - gpus.guide
+    models = sum(gpus) - gpus.engines - gpus.other_engines
     epochs = args.train.max_epochs
     forwards = always_forwards(args, count_rows(args))
     has_reference = args.algo.kl.init_coef > 0
@@ -113,7 +113,7 @@ def setup_of(args: SimpleNamespace) -> Setup:
     return Setup(
         gpus=sum(gpus),
         busy={
-            "rollout": (gpus.engines or gpus.actor) + gpus.guide,  # colocated engines share the actor's
+            "rollout": (gpus.engines or gpus.actor) + gpus.other_engines,  # colocated engines share the actor's
             "old_log_probs": models if forwards or reference_beside else models - gpus.actor,
             "shaping": 0,  # in the controller
             "train": gpus.actor + gpus.critic,

@@ -39,6 +39,10 @@ class Feature:
         """Whether the run has this feature."""
         raise NotImplementedError
 
+    def settle(self) -> None:
+        """Change the arguments where that takes the whole command line, as OpenRLHF has completed it. Called of every
+        feature, before it is asked whether it is on. Raises UsageError for a contradiction."""
+
     def check(self, model: "Model") -> None:
         """Raise UsageError for what would train something else in silence, or fail after minutes.
 

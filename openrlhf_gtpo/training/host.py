@@ -23,6 +23,10 @@ _UPSTREAM_ENVIRONMENT = {
 # core/extensions/transformer_engine.py, validate_args in training/arguments.py).
 _DETERMINISTIC_ENVIRONMENT = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring"}
 
+# Of a CPU host's memory, the share that vLLM wants free when an engine starts (vllm 0.29.0, v1/worker/cpu_worker.py);
+# its cache has a size of its own.
+CPU_MEMORY_SHARE = 0.2
+
 _UPSTREAM_GPUS = 8  # of each group by upstream's default, and as many processes on a host without GPUs
 
 
@@ -37,7 +41,24 @@ class Gpus(NamedTuple):
     critic: int
     reward: int
     engines: int
-    guide: int
+    other_engines: int
+
+
+class EngineGroup(NamedTuple):
+    """vLLM engines besides the policy's, which a feature starts.
+
+    Fields:
+        flags: what their flags begin with, before ``.model_name_or_path``, ``.num_engines``, ``.tensor_parallel_size``
+            and ``.gpu_memory_utilization``.
+        elsewhere: what to do if there is no room for them, to end a sentence.
+    """
+
+    flags: str
+    model_name_or_path: str
+    num_engines: int
+    tensor_parallel_size: int
+    gpu_memory_utilization: float
+    elsewhere: str
 
 
 def gpus_of(args: SimpleNamespace) -> Gpus:
@@ -49,8 +70,7 @@ def gpus_of(args: SimpleNamespace) -> Gpus:
     def size(section: SimpleNamespace) -> int:
         return section.num_nodes * section.num_gpus_per_node
 
-    shared, guide = args.train.colocate_all, args.algo.guide
-    has_guide = guide.model_name_or_path and not guide.endpoint
+    shared = args.train.colocate_all
     has_reference = args.algo.kl.init_coef > 0
     has_critic = bool(args.critic.model_name_or_path)
     has_reward = not args.reward.remote_url and bool(args.reward.model_name_or_path)
@@ -62,7 +82,9 @@ def gpus_of(args: SimpleNamespace) -> Gpus:
         critic=size(args.critic) if paired or (has_critic and not shared) else 0,
         reward=size(args.reward) if has_reward and not (paired or shared) else 0,
         engines=0 if with_engines else (args.vllm.num_engines or 0) * args.vllm.tensor_parallel_size,
-        guide=guide.num_engines * guide.tensor_parallel_size if has_guide and not shared else 0,
+        other_engines=(
+            0 if shared else sum(group.num_engines * group.tensor_parallel_size for group in args.vllm.others)
+        ),
     )
 
 
@@ -94,10 +116,7 @@ def adapt(args: SimpleNamespace) -> None:
         replace(args.ds, "--ds.enable_sleep", False)
     if args.ds.adam_offload:
         replace(args.ds, "--ds.adam_offload", False)
-    # On CPU this is a share of the host's memory that vLLM wants free at start (vllm 0.29.0, v1/worker/cpu_worker.py);
-    # its cache has a size of its own.
-    for engines in (args.vllm, args.algo.guide):
-        engines.gpu_memory_utilization = min(engines.gpu_memory_utilization, 0.2)
+    args.vllm.gpu_memory_utilization = min(args.vllm.gpu_memory_utilization, CPU_MEMORY_SHARE)
 
 
 def start_ray(args: SimpleNamespace, gpus: int) -> None:

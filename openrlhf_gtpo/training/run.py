@@ -19,8 +19,6 @@ from openrlhf_gtpo.training.controller import stop
 from openrlhf_gtpo.training.controller.checkpoint_disk import check_room
 from openrlhf_gtpo.training.feature import Feature
 from openrlhf_gtpo.training.features import FEATURES
-from openrlhf_gtpo.training.features.dumps.settings import leave_out_engines
-from openrlhf_gtpo.training.features.sampler_entropy.source import choose_entropy
 from openrlhf_gtpo.training.settings import upstream_parser
 from openrlhf_gtpo.training.settings.guard import check_openrlhf
 
@@ -54,9 +52,8 @@ def parse(argv: Sequence[str]) -> SimpleNamespace:
     check_openrlhf()
     platform.choose()
     args = upstream_parser.parse(argv)
-    choose_entropy(args)
-    if args.train.replay_rollouts:
-        leave_out_engines(args)
+    for kind in FEATURES:
+        kind(args).settle()
     if platform.chosen_platform() == "cpu":
         host.adapt(args)
     return args
@@ -70,7 +67,7 @@ def check(args: SimpleNamespace) -> None:
         UsageError: the first thing that is wrong.
         OSError: a path that cannot be what its flag says.
     """
-    trusted, replays = args.actor.trust_remote_code, args.train.replay_rollouts  # a replay neither samples nor scores
+    trusted = args.actor.trust_remote_code
     policy = Model(args.actor.model_name_or_path, "--actor.model_name_or_path", trusted)
     others = {"critic": args.critic.model_name_or_path}
     others |= {} if args.reward.remote_url else {"reward": args.reward.model_name_or_path}
@@ -84,10 +81,9 @@ def check(args: SimpleNamespace) -> None:
     policy.check_transferable()  # to vLLM
     check_reads_text(args, policy)
     check_megatron(args, policy)  # layout, FP8, what the Megatron actor does not do
-    if not replays:
-        check_reward(args)
     policy.check_vocabulary()
-    if not replays:
+    if args.rollout.is_sampled:
+        check_reward(args)
         check_data(args, policy)  # every row's prompt and label
     for feature in features_of(args):
         feature.check(policy)

@@ -274,4 +274,4 @@ def test_it_has_no_gpus_and_no_sleep() -> None:
     args.vllm.enable_sleep = True
     with Guide([SimpleNamespace()], args).awake():
         pass
-    assert gpus_of(args).guide == 0
+    assert gpus_of(args).other_engines == 0

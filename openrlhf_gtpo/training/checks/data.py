@@ -17,10 +17,13 @@ def check_data(args: SimpleNamespace, model: Model) -> None:
     """Refuse rows of the run's local data sets from which it would learn something else, or that end it later on. Of
     a model that reads images, only the first row is looked at, and only for what ends the run."""
     strict, tokenizer = args.algo.advantage.estimator in ESTIMATORS, None if model.reads_images else model.tokenizer
-    json_for = None  # why labels must fit into JSON
-    if args.algo.guide.rescue_batch:  # as part of a checkpoint
-        json_for = "--algo.guide.rescue_batch"
-    elif not args.train.agent_func_path and args.reward.remote_url and not args.reward.remote_url[0].endswith(".py"):
+    json_for = args.rollout.joined_by  # why labels must fit into JSON: rows that join later are in a checkpoint
+    if (
+        not json_for
+        and not args.train.agent_func_path
+        and args.reward.remote_url
+        and not args.reward.remote_url[0].endswith(".py")
+    ):
         json_for = "--reward.remote_url"
     check_dataset(args, tokenizer, args.data.prompt_dataset, args.data.prompt_split, PROMPTS, strict, json_for)
     if args.eval.dataset:

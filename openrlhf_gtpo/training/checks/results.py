@@ -19,7 +19,6 @@ from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.platform.files import check_output
 from openrlhf_gtpo.report.metrics import read_runs
 from openrlhf_gtpo.report.names import KIND_RUN
-from openrlhf_gtpo.report.rollouts import FOLDER
 
 
 def checkpoint_folders(args: SimpleNamespace) -> list[Path]:
@@ -56,8 +55,8 @@ def check_earlier_runs(args: SimpleNamespace) -> None:
 
 
 def check_checkpoints(args: SimpleNamespace) -> None:
-    """Refuse to start anew in a folder with checkpoints, models or rollouts that the new run's would replace, and to
-    go on from checkpoints that cannot be loaded.
+    """Refuse to start anew in a folder with checkpoints or models that the new run's would replace, and to go on from
+    checkpoints that cannot be loaded.
 
     Raises:
         UsageError: ``--ckpt.path`` has such files, or lacks the checkpoint that ``--ckpt.load_tag`` names.
@@ -65,16 +64,15 @@ def check_checkpoints(args: SimpleNamespace) -> None:
     ckpt, folders = args.ckpt, checkpoint_folders(args)
     if not ckpt.load_enable:
         there = sorted({name for folder in folders for name in names(folder)})
-        others = [*Path(ckpt.path).glob(f"{FOLDER}/step_*.parquet")] if args.logger.dump_rollouts else []
-        others += Path(ckpt.path).glob("*_hf") if ckpt.save_hf else []
+        models = [*Path(ckpt.path).glob("*_hf")] if ckpt.save_hf else []
         if there and not ckpt.disable_ds:
             raise UsageError(
                 f"--ckpt.path {ckpt.path} has checkpoints of an earlier run ({', '.join(there)}), which this one "
                 "would replace; give --ckpt.load_enable to go on from them, or another folder to start anew."
             )
-        if others:
+        if models:
             raise UsageError(
-                f"--ckpt.path {ckpt.path} has {min(others).name} of an earlier run, which this one could replace; "
+                f"--ckpt.path {ckpt.path} has {min(models).name} of an earlier run, which this one could replace; "
                 "give another folder."
             )
         return

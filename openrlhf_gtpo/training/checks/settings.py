@@ -94,7 +94,7 @@ def _every_run(args: SimpleNamespace) -> Iterator[Rule]:
         "Expected a finite --actor.dual_clip > 1, got inf; leave it out to bound nothing.",
     )
     yield (
-        not args.data.prompt_dataset and not args.train.replay_rollouts,
+        args.rollout.is_sampled and not args.data.prompt_dataset,
         "--data.prompt_dataset is missing; give a data set.",
     )
 

@@ -17,7 +17,7 @@ from openrlhf_gtpo.megatron.parallel.layout import check_architecture
 from openrlhf_gtpo.model_shape import ModelShape
 from openrlhf_gtpo.platform.files import gigabytes, model_folder
 from openrlhf_gtpo.training.controller.checkpoint_disk import writes_checkpoints
-from openrlhf_gtpo.training.host import gpus_of
+from openrlhf_gtpo.training.host import EngineGroup, gpus_of
 
 _PATIENCE = 10.0  # seconds until a network file system shows a new file to other hosts
 _WEIGHT_BYTES = 2  # per parameter, in an engine
@@ -35,16 +35,14 @@ def check_nodes(args: SimpleNamespace) -> None:
     check_gpus(args, nodes)
     if len(nodes) > 1 and writes_checkpoints(args):
         check_shared_folder(args.ckpt.path, nodes)
-    guide = args.algo.guide
-    has_guide = guide.model_name_or_path and not guide.endpoint
     models = {args.actor.model_name_or_path: args.actor.backend == "megatron"}
-    if has_guide:
-        models.setdefault(guide.model_name_or_path, False)
+    for engines in args.vllm.others:
+        models.setdefault(engines.model_name_or_path, False)
     for name, weights in models.items():
         if len(nodes) > 1 or not Path(name).is_dir():
             fetch_model(name, nodes, weights=weights)
-    if has_guide:
-        check_guide_memory(guide, nodes)
+    for engines in args.vllm.others:
+        check_memory(engines, nodes)
 
 
 def check_gpus(args: SimpleNamespace, nodes: list[dict[str, Any]]) -> None:
@@ -54,15 +52,16 @@ def check_gpus(args: SimpleNamespace, nodes: list[dict[str, Any]]) -> None:
     there = ", ".join(f"{_name(node)}: {count}" for node, count in zip(nodes, counts, strict=True))
     needed = gpus_of(args)
     if sum(counts) < sum(needed):
-        groups = ", ".join(f"{group} {count}" for group, count in needed._asdict().items() if count)
+        groups = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in needed._asdict().items() if count)
+        numbers = ", ".join(f"{flags}.num_engines" for flags in ["--vllm", *(e.flags for e in args.vllm.others)])
         raise UsageError(
             f"The run needs {sum(needed)} GPUs ({groups}), and the Ray cluster has {sum(counts)} ({there}); add "
-            "nodes, give --train.colocate_all, or lower --vllm.num_engines, --algo.guide.num_engines or num_nodes "
-            "and num_gpus_per_node of --actor, --ref, --critic or --reward."
+            f"nodes, give --train.colocate_all, or lower {numbers} or num_nodes and num_gpus_per_node of --actor, "
+            "--ref, --critic or --reward."
         )
     cpus = [int(node["Resources"].get("CPU", 0)) for node in nodes]
-    # The controller needs a free one to start, before it starts the guide, and then holds none.
-    least = max(sum(needed), sum(needed) - needed.guide + 1)
+    # The controller needs a free one to start, before it starts other engines, and then holds none.
+    least = max(sum(needed), sum(needed) - needed.other_engines + 1)
     if sum(map(min, counts, cpus)) < sum(needed) or sum(cpus) < least:
         each = ", ".join(f"{_name(node)}: {cpu} for {gpu}" for node, cpu, gpu in zip(nodes, cpus, counts, strict=True))
         raise UsageError(
@@ -94,35 +93,32 @@ def fetch_model(name: str, nodes: list[dict[str, Any]], *, weights: bool) -> Non
     ray.get([_start_on(node, model_folder, name, weights=weights) for node in there])
 
 
-def check_guide_memory(guide: SimpleNamespace, nodes: list[dict[str, Any]]) -> None:
-    """Refuse a guide whose weights alone, by the planner's count, do not fit into the memory that its engines may use.
-    A guide that is quantized, or whose layers the planner does not know, is left to vLLM.
-
-    Args:
-        guide: the run's ``--algo.guide.*``.
+def check_memory(engines: EngineGroup, nodes: list[dict[str, Any]]) -> None:
+    """Refuse engines whose weights alone, by the planner's count, do not fit into the memory that they may use. A
+    model that is quantized, or whose layers the planner does not know, is left to vLLM.
 
     Raises:
         UsageError: names both sizes.
     """
-    config = known_config(guide.model_name_or_path)
+    config = known_config(engines.model_name_or_path)
     if config is None or getattr(config, "quantization_config", None) is not None:
         return
-    weights = int(_WEIGHT_BYTES * ModelShape.of(config).parameters / guide.tensor_parallel_size)
+    weights = int(_WEIGHT_BYTES * ModelShape.of(config).parameters / engines.tensor_parallel_size)
     on_cpu = platform.chosen_platform() == "cpu"
     there = [node for node in nodes if node["Resources"].get("GPU")]
     memory = min(ray.get([_start_on(node, free_memory if on_cpu else gpu_memory) for node in there]))
-    share = 1.0 if on_cpu else guide.gpu_memory_utilization
+    share = 1.0 if on_cpu else engines.gpu_memory_utilization
     if weights <= share * memory:
         return
     of = f"a node has {gigabytes(memory)} of memory left; give a smaller one"
     if not on_cpu:
         of = (
-            f"--algo.guide.gpu_memory_utilization {share:g} of a GPU's {gigabytes(memory)} is "
-            f"{gigabytes(int(share * memory))}; give a larger --algo.guide.tensor_parallel_size"
+            f"{engines.flags}.gpu_memory_utilization {share:g} of a GPU's {gigabytes(memory)} is "
+            f"{gigabytes(int(share * memory))}; give a larger {engines.flags}.tensor_parallel_size"
         )
     raise UsageError(
-        f"--algo.guide.model_name_or_path {guide.model_name_or_path} has {gigabytes(weights)} of weights for each of "
-        f"its {guide.tensor_parallel_size} GPUs, and {of}, or serve it elsewhere and give --algo.guide.endpoint."
+        f"{engines.flags}.model_name_or_path {engines.model_name_or_path} has {gigabytes(weights)} of weights for "
+        f"each of its {engines.tensor_parallel_size} GPUs, and {of}, or {engines.elsewhere}."
     )
 
 

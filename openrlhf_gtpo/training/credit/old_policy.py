@@ -34,8 +34,8 @@ def count_all_steps(args: SimpleNamespace, prompts: int) -> int:
 def trains_on_old_log_probs(args: SimpleNamespace, rows: int) -> bool:
     """True if a rollout of ``rows`` rows carries old log-probs from the actor's forward. With entropies from it they
     cost nothing; otherwise they are needed if several optimizer steps are compared with them, on these rows and others
-    that join them: a guide's rescues, or the rollouts of an actor that waits for its critic."""
-    if args.rollout.entropy == "actor" or args.algo.guide.rescue_batch or args.critic.freezing_steps >= 0:
+    that join them: a feature's, or the rollouts of an actor that waits for its critic."""
+    if args.rollout.entropy == "actor" or args.rollout.joined_by or args.critic.freezing_steps >= 0:
         return True
     steps = count_steps(rows, args.train.batch_size) * args.train.max_epochs
     return steps > 1 and args.rollout.log_probs == "actor"

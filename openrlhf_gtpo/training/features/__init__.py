@@ -7,5 +7,6 @@ from openrlhf_gtpo.training.features.guide import GuidingPolicy
 from openrlhf_gtpo.training.features.sampler_entropy import SamplerEntropy
 from openrlhf_gtpo.training.features.spikes import SpikeWatch
 
-# All features, in the order in which their hooks are called: the last one sees what the others have logged.
-FEATURES: tuple[type[Feature], ...] = (SamplerEntropy, FP8Audit, GuidingPolicy, Replay, Dumps, SpikeWatch)
+# All features, in the order in which their settings are read and their hooks are called: the first one says whether
+# anything is sampled at all, the last one sees what the others have logged.
+FEATURES: tuple[type[Feature], ...] = (Replay, SamplerEntropy, FP8Audit, GuidingPolicy, Dumps, SpikeWatch)

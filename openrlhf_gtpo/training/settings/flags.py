@@ -15,9 +15,14 @@ from openrlhf_gtpo.training.settings.run import RUN
 from openrlhf_gtpo.training.settings.setting import Group, Need, Setting, Values
 from openrlhf_gtpo.training.settings.supervision import SUPERVISION
 
-# What the core asks of a run besides its flags. A feature sets it where it settles what its flags imply.
+# What the core asks of a run that no flag of its own says. A feature sets it by a flag, or where its flags imply it.
 DERIVED: Values = {
     "rollout.is_sampled": True,  # by engines, from prompts; otherwise a feature's sampler has the rows
+    "rollout.entropy": "actor",  # where the old policy's entropies come from, and
+    "rollout.log_probs": "actor",  # what several optimizer steps of a rollout are compared with
+    "rollout.joined_by": None,  # the flag because of which rows besides a rollout's own join its training
+    "rollout.forward_for": None,  # why the actor's forward must give the entropies, as a clause
+    "vllm.others": (),  # engines besides the policy's: ``host.EngineGroup``, several or none
 }
 
 
@@ -60,7 +65,8 @@ def adjust(args: argparse.Namespace, given: frozenset[str]) -> None:
         UsageError: a flag that contradicts the preset, the estimator's loss level or the actor's backend.
     """
     values = vars(args)  # by flag
-    values |= DERIVED
+    for name, value in DERIVED.items():
+        values.setdefault(name, value)
     # OpenRLHF takes the one value of eps_clip for both bounds.
     chosen = given | {"actor.eps_clip_low_high"} if "actor.eps_clip" in given else given
     for group in setting_groups():

@@ -27,11 +27,11 @@ def _imply(values: dict[str, Any], given: frozenset[str]) -> None:
 
 
 def _fills_a_step(values: Values) -> bool:
-    """Whether a rollout has the rows of one step; a guide's rescued rows may join them."""
+    """Whether a rollout has the rows of one step, or others may join them."""
     prompts = values["rollout.batch_size"]
     prompts = min(prompts, values["rollout.vllm_generate_batch_size"] or prompts)  # as in ``count_rows``
     rows = prompts * values["rollout.n_samples_per_prompt"]
-    return rows >= values["train.batch_size"] or values["algo.guide.rescue_batch"] > 0
+    return rows >= values["train.batch_size"] or values["rollout.joined_by"]
 
 
 _ESTIMATORS = ", ".join(ESTIMATORS)
@@ -43,8 +43,8 @@ RUN = Group(
         Setting(
             "actor.trust_remote_code",
             False,
-            "run the Python code that a checkpoint of actor, reward, critic or guide brings (auto_map in its "
-            "configuration files); without this flag such a checkpoint is refused",
+            "run the Python code that a checkpoint brings (auto_map in its configuration files), whatever model it "
+            "is of; without this flag such a checkpoint is refused",
         ),
         Setting(
             "reward.overlong_form",

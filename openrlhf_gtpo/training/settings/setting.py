@@ -35,6 +35,11 @@ def needs_flag(flag: str) -> Need:
     return Need(lambda values: values[flag], f"there is no --{flag}")
 
 
+SAMPLES = Need(
+    lambda values: values["rollout.is_sampled"], "this run samples nothing: its rows come with prompts and rewards"
+)
+
+
 @dataclass(frozen=True)
 class Bounds:
     """The numbers that a setting may have; NaN is never among them, and infinity only if ``or_infinite``."""
@@ -143,7 +148,7 @@ class Group:
         ignored: flags from elsewhere that a run with these settings does not read.
         page: where there is more about them, from ``docs``.
         imply: takes a parsed command line by flag, and the flags ``given``; fills in what the settings imply for the
-            others and for OpenRLHF's flags. Raises UsageError for a contradiction.
+            others, for OpenRLHF's flags and for what ``flags.DERIVED`` names. Raises UsageError for a contradiction.
     """
 
     title: str

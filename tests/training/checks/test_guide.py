@@ -10,6 +10,7 @@ import pytest
 from command_lines import argv_of, assert_names
 from safetensors.torch import load_file, save_file
 
+from openrlhf_gtpo import platform
 from openrlhf_gtpo.training.checks.model import Model
 from openrlhf_gtpo.training.features.guide.check import check_guide
 from openrlhf_gtpo.training.run import parse
@@ -109,7 +110,7 @@ def test_engines_on_the_same_gpus_need_room_together(
     guided: dict[str, Any], refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a host with GPUs; on CPU, engines get small shares of the host's memory."""
-    monkeypatch.setattr("openrlhf_gtpo.training.host.adapt", lambda args: None)
+    monkeypatch.setenv(platform.PLATFORM_VARIABLE, "cuda")
     shared = guided | {"--train.colocate_all": True, "--ref.num_gpus_per_node": 1}
     shared |= {"--algo.guide.gpu_memory_utilization": 0.3}
     alone = shared | RESCUES | {"--algo.guide.fraction": 0}

@@ -20,12 +20,13 @@ from openrlhf_gtpo.training.controller import cluster_checks
 from openrlhf_gtpo.training.controller.checkpoint_disk import check_room, checkpoint_bytes
 from openrlhf_gtpo.training.controller.cluster_checks import (
     check_gpus,
-    check_guide_memory,
+    check_memory,
     check_nodes,
     check_shared_folder,
     free_memory,
 )
 from openrlhf_gtpo.training.controller.failures import explained, raise_if_lost, write_errors
+from openrlhf_gtpo.training.host import EngineGroup
 
 
 def run_of(actor: int, engines: int, colocated: bool = False) -> SimpleNamespace:
@@ -33,11 +34,11 @@ def run_of(actor: int, engines: int, colocated: bool = False) -> SimpleNamespace
         actor=SimpleNamespace(
             num_nodes=2, num_gpus_per_node=actor, model_name_or_path="someone/something", backend="megatron"
         ),
-        vllm=SimpleNamespace(num_engines=engines, tensor_parallel_size=2),
+        vllm=SimpleNamespace(num_engines=engines, tensor_parallel_size=2, others=()),
         train=SimpleNamespace(
             colocate_all=colocated, colocate_actor_ref=False, colocate_critic_reward=False, async_enable=False
         ),
-        algo=SimpleNamespace(kl=SimpleNamespace(init_coef=0.0), guide=SimpleNamespace(model_name_or_path=None)),
+        algo=SimpleNamespace(kl=SimpleNamespace(init_coef=0.0)),
         critic=SimpleNamespace(model_name_or_path=None),
         reward=SimpleNamespace(remote_url=["reward.py"]),
     )
@@ -74,8 +75,7 @@ def test_too_few_gpus_are_refused_with_each_nodes_share(args: SimpleNamespace, n
 def test_too_few_cpus_beside_the_gpus_are_refused(cpus: tuple[int, int], guides: int, fits: bool) -> None:
     """The controller needs one to start, which the guide's engines, started by it, may have afterwards."""
     args = run_of(4, 4 - guides // 2)
-    args.algo.guide = SimpleNamespace(model_name_or_path="guide", endpoint=None, num_engines=1, tensor_parallel_size=2)
-    args.algo.guide.num_engines = guides // 2
+    args.vllm.others = (EngineGroup("--algo.guide", "guide", guides // 2, 2, 0.9, "serve it elsewhere"),)
     nodes = [node(f"n{number}", 8, count) for number, count in enumerate(cpus)]
     if fits:
         check_gpus(args, nodes)
@@ -168,17 +168,15 @@ def test_a_guide_that_is_larger_than_memory_is_refused(
     monkeypatch.setenv(platform.PLATFORM_VARIABLE, kind)
     monkeypatch.setattr(cluster_checks, "_start_on", ask)
     monkeypatch.setattr(cluster_checks.ray, "get", lambda answers: answers)
-    guide = SimpleNamespace(
-        model_name_or_path=str(tmp_path), tensor_parallel_size=size, gpu_memory_utilization=0.3, endpoint=None
-    )
+    guide = EngineGroup("--algo.guide", str(tmp_path), 1, size, 0.3, "serve it elsewhere")
     (tmp_path / "config.json").write_text(json.dumps(PRESETS["7b"]))
     if said is None:
-        check_guide_memory(guide, [node("n1", 2)])
+        check_memory(guide, [node("n1", 2)])
         return
     with pytest.raises(UsageError, match=re.escape(said)):
-        check_guide_memory(guide, [node("n1", 2)])
+        check_memory(guide, [node("n1", 2)])
     (tmp_path / "config.json").write_text(json.dumps(PRESETS["7b"] | {"quantization_config": {"bits": 4}}))
-    check_guide_memory(guide, [node("n1", 2)])
+    check_memory(guide, [node("n1", 2)])
 
 
 def test_this_hosts_memory_is_known() -> None:

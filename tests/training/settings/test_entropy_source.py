@@ -66,7 +66,7 @@ def test_an_unknown_vllm_is_refused(refused: Callable[..., str], monkeypatch: py
             | {"--train.max_epochs": 2},
             "that --algo.kl.unbiased_gradient needs with ",
         ),
-        (SAMPLER | {"--algo.kl.init_coef": 0} | RESCUES, "if a guide's rescued rows join it"),
+        (SAMPLER | {"--algo.kl.init_coef": 0} | RESCUES, "if other rows join it; leave --algo.guide.rescue_batch out"),
         (SAMPLER | {"--algo.kl.init_coef": 0} | WAITS, "that an actor needs if it waits for its critic"),
         (SAMPLER | {"--algo.kl.init_coef": 0}, "needs --algo.advantage.is_correction_level token or seq"),
     ],

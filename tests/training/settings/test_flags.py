@@ -322,7 +322,7 @@ def test_the_advantage_of_a_short_lone_success_arrives(
             "--train.replay_rollouts dumps --eval.dataset e --eval.before_training --algo.guide.ratio_cap 3 "
             "--algo.guide.rescue_batch 2 --algo.guide.model_name_or_path g --vllm.sync_bucket_mb 1",
             "--algo.guide.model_name_or_path, --algo.guide.rescue_batch, --eval.before_training, --eval.dataset, "
-            "--reward.remote_url, --vllm.num_engines, --vllm.sync_bucket_mb (a replay starts no engines",
+            "--reward.remote_url, --vllm.num_engines, --vllm.sync_bucket_mb (this run samples nothing",
         ),
         (
             "--actor.backend megatron --megatron.fp8 emulated --algo.advantage.estimator group_norm "

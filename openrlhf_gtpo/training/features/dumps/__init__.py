@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from openrlhf_gtpo.training.feature import ControllerFeature, Feature
-from openrlhf_gtpo.training.features.dumps.settings import DUMPS, REPLAY
+from openrlhf_gtpo.training.features.dumps.settings import ABSENT, DUMPS, REPLAY
 
 if TYPE_CHECKING:
     from openrlhf_gtpo.training.checks.model import Model
@@ -15,6 +15,11 @@ class Dumps(Feature):
 
     def is_on(self) -> bool:
         return bool(self.args.logger.dump_rollouts)
+
+    def check(self, model: "Model") -> None:
+        from openrlhf_gtpo.training.features.dumps.check import check_folder
+
+        check_folder(self.args)
 
     def controller(self) -> ControllerFeature:
         from openrlhf_gtpo.training.features.dumps.dumper import RolloutDumper
@@ -32,6 +37,12 @@ class Replay(Feature):
 
     def is_on(self) -> bool:
         return bool(self.args.train.replay_rollouts)
+
+    def settle(self) -> None:
+        """Take engines and reward actor out of the run, after OpenRLHF's own checks, which want both."""
+        if self.is_on():
+            self.args.vllm.num_engines = 0
+            self.args.reward.remote_url = [ABSENT]
 
     def check(self, model: "Model") -> None:
         from openrlhf_gtpo.training.features.dumps.check import check_dumps

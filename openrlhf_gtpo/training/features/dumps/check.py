@@ -1,4 +1,4 @@
-"""The dumps that ``--train.replay_rollouts`` can train on."""
+"""The dumps that ``--train.replay_rollouts`` can train on, and those that ``--logger.dump_rollouts`` would replace."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -6,9 +6,23 @@ from types import SimpleNamespace
 import numpy as np
 
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.report.rollouts import RolloutDump, find_dumps, read_dump, vocabulary_digest
+from openrlhf_gtpo.report.rollouts import FOLDER, RolloutDump, find_dumps, read_dump, vocabulary_digest
 from openrlhf_gtpo.training.checks.model import Model
 from openrlhf_gtpo.training.checks.settings import refuse
+
+
+def check_folder(args: SimpleNamespace) -> None:
+    """Refuse to dump where an earlier run, which this one does not go on from, has left dumps.
+
+    Raises:
+        UsageError: ``--ckpt.path`` has some.
+    """
+    there = sorted(Path(args.ckpt.path).glob(f"{FOLDER}/step_*.parquet"))
+    if there and not args.ckpt.load_enable:
+        raise UsageError(
+            f"--ckpt.path {args.ckpt.path} has {there[0].name} of an earlier run, which this one could replace; give "
+            "another folder."
+        )
 
 
 def check_dumps(args: SimpleNamespace, model: Model) -> None:

@@ -1,10 +1,9 @@
 """The settings of rollout dumps and of training on them."""
 
-from types import SimpleNamespace
 from typing import Any
 
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.training.settings.setting import Bounds, Group, Ignored, Need, Setting, needs_flag
+from openrlhf_gtpo.training.settings.setting import SAMPLES, Bounds, Group, Ignored, Setting, needs_flag
 
 DUMPS = Group(
     "dumps",
@@ -30,7 +29,7 @@ DUMPS = Group(
     page="viewer.md",
 )
 
-_ABSENT = "replay"  # so that no reward actor is made; for an agent's reward, upstream likewise sets "agent"
+ABSENT = "replay"  # so that no reward actor is made; for an agent's reward, upstream likewise sets "agent"
 
 
 def _imply(values: dict[str, Any], given: frozenset[str]) -> None:
@@ -41,11 +40,9 @@ def _imply(values: dict[str, Any], given: frozenset[str]) -> None:
         raise UsageError("Expected --train.replay_rollouts to be a folder with dumps, got an empty string.")
     values["rollout.is_sampled"] = False
     values |= {"vllm.num_engines": 1, "eval.dataset": None, "train.agent_func_path": None}
-    values |= {"algo.dynamic_filtering_enable": False, "rollout.entropy_audit_steps": 0}
-    # The dumps say which rows are the guide's, and have no rescued ones.
-    values |= {"algo.guide.model_name_or_path": None, "algo.guide.rescue_batch": 0}
+    values["algo.dynamic_filtering_enable"] = False
     if not values["reward.model_name_or_path"]:  # gae may start its critic from it
-        values["reward.remote_url"] = _ABSENT
+        values["reward.remote_url"] = ABSENT
 
 
 REPLAY = Group(
@@ -65,22 +62,12 @@ REPLAY = Group(
             (
                 *("vllm.*", "eval.*", "reward.remote_url", "reward.model_name_or_path", "reward.num_*"),
                 *("data.prompt_*", "data.input_*", "data.label_key", "data.apply_chat_template", "data.max_samples"),
-                *("data.dataloader_num_workers", "rollout.vllm_generate_batch_size", "rollout.entropy_audit_*"),
+                *("data.dataloader_num_workers", "rollout.vllm_generate_batch_size"),
                 *("algo.dynamic_filtering_*", "train.agent_func_path", "train.num_episodes"),
-                *("algo.guide.[!r]*", "algo.guide.rescue_*"),  # all but the ratio_cap of a dump's rows
             ),
-            Need(
-                lambda values: values["train.replay_rollouts"] is None,
-                "a replay starts no engines, and takes prompts, responses and rewards from the dumps",
-            ),
+            SAMPLES,
         ),
     ),
     imply=_imply,
     page="viewer.md#replay",
 )
-
-
-def leave_out_engines(args: SimpleNamespace) -> None:
-    """Take the engines and the reward actor out of the run, after OpenRLHF's own checks."""
-    args.vllm.num_engines = 0
-    args.reward.remote_url = [_ABSENT]

@@ -1,5 +1,7 @@
 """The settings of audits of FP8."""
 
+from typing import Any
+
 from openrlhf_gtpo.algorithms import ESTIMATORS
 from openrlhf_gtpo.training.settings.setting import Bounds, Group, Need, Setting, needs_flag
 
@@ -7,6 +9,14 @@ _CREDIT = Need(
     lambda values: values["algo.advantage.estimator"] in ESTIMATORS,
     "--algo.advantage.estimator {0[algo.advantage.estimator]} gives no entropy credit to compare",
 )
+
+
+def _imply(values: dict[str, Any], given: frozenset[str]) -> None:
+    """Have the actor's forward done, which an audit compares."""
+    if steps := values["megatron.fp8_audit_steps"]:
+        forward = f"--megatron.fp8_audit_steps {steps} compares the actor's forward, which would be left out"
+        values["rollout.forward_for"] = forward
+
 
 FP8_AUDIT = Group(
     "FP8 audits",
@@ -33,5 +43,6 @@ FP8_AUDIT = Group(
         ),
     ),
     needs=(_CREDIT,),
+    imply=_imply,
     page="fp8.md",
 )

@@ -2,8 +2,10 @@
 
 from typing import TYPE_CHECKING, Any
 
+from openrlhf_gtpo.platform import chosen_platform
 from openrlhf_gtpo.training.feature import ControllerFeature, Feature
 from openrlhf_gtpo.training.features.guide.settings import GUIDE
+from openrlhf_gtpo.training.host import CPU_MEMORY_SHARE
 
 if TYPE_CHECKING:
     from openrlhf_gtpo.training.checks.model import Model
@@ -14,8 +16,14 @@ class GuidingPolicy(Feature):
     settings = GUIDE
 
     def is_on(self) -> bool:
-        # A replay has no guide, but its dumps may have a guide's rows.
-        return bool(self.args.algo.guide.model_name_or_path or self.args.train.replay_rollouts)
+        # Rows that this run does not sample may have been a guide's.
+        return bool(self.args.algo.guide.model_name_or_path) or not self.args.rollout.is_sampled
+
+    def settle(self) -> None:
+        """Take as little of a CPU host's memory as the policy's engines do."""
+        guide = self.args.algo.guide
+        if chosen_platform() == "cpu":
+            guide.gpu_memory_utilization = min(guide.gpu_memory_utilization, CPU_MEMORY_SHARE)
 
     def check(self, model: "Model") -> None:
         from openrlhf_gtpo.training.features.guide.check import check_guide

@@ -3,20 +3,22 @@
 from typing import Any
 
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.training.settings.setting import Bounds, Group, Need, Setting, needs_flag
+from openrlhf_gtpo.training.host import EngineGroup
+from openrlhf_gtpo.training.settings.setting import SAMPLES, Bounds, Group, Ignored, Need, Setting, needs_flag
 
-# A dump may have a guide's rows.
 _GUIDE = Need(
-    lambda values: values["algo.guide.model_name_or_path"] or values["train.replay_rollouts"],
+    lambda values: values["algo.guide.model_name_or_path"] or not values["rollout.is_sampled"],
     "neither --algo.guide.fraction nor --algo.guide.rescue_batch gives a guide anything to do",
 )
 _ENGINES = Need(lambda values: not values["algo.guide.endpoint"], "--algo.guide.endpoint replaces the guide's engines")
 
 
 def _imply(values: dict[str, Any], given: frozenset[str]) -> None:
-    """Leave out a guide that samples nothing, and refuse one without a name."""
+    """Leave out a guide that samples nothing, refuse one without a name, and say what a run with one has."""
     if values["algo.guide.endpoint"] == "":
         raise UsageError("Expected --algo.guide.endpoint to look like http://HOST:PORT/v1, got an empty string.")
+    if not values["rollout.is_sampled"]:
+        values |= {"algo.guide.fraction": 0.0, "algo.guide.rescue_batch": 0}
     asked = [name for name in ("fraction", "rescue_batch") if values[f"algo.guide.{name}"] > 0]
     if asked and not values["algo.guide.model_name_or_path"]:
         raise UsageError(f"--algo.guide.{asked[0]} needs a guide; give --algo.guide.model_name_or_path.")
@@ -24,6 +26,19 @@ def _imply(values: dict[str, Any], given: frozenset[str]) -> None:
         values["algo.guide.model_name_or_path"] = None
     if values["algo.guide.gpu_memory_utilization"] is None:
         values["algo.guide.gpu_memory_utilization"] = values["vllm.gpu_memory_utilization"]
+    if values["algo.guide.rescue_batch"]:
+        values["rollout.joined_by"] = "--algo.guide.rescue_batch"
+    if values["algo.guide.model_name_or_path"] and not values["algo.guide.endpoint"]:
+        values["vllm.others"] = (
+            EngineGroup(
+                "--algo.guide",
+                values["algo.guide.model_name_or_path"],
+                values["algo.guide.num_engines"],
+                values["algo.guide.tensor_parallel_size"],
+                values["algo.guide.gpu_memory_utilization"],
+                "serve it elsewhere and give --algo.guide.endpoint",
+            ),
+        )
 
 
 GUIDE = Group(
@@ -98,6 +113,7 @@ GUIDE = Group(
         ),
     ),
     needs=(_GUIDE,),
+    ignored=(Ignored(("algo.guide.[!r]*", "algo.guide.rescue_*"), SAMPLES),),  # all but a ratio_cap for its rows
     imply=_imply,
     page="guide.md",
 )

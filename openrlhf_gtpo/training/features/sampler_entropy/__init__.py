@@ -10,6 +10,11 @@ class SamplerEntropy(Feature):
     def is_on(self) -> bool:
         return self.args.rollout.entropy == "sampler"
 
+    def settle(self) -> None:
+        from openrlhf_gtpo.training.features.sampler_entropy.source import choose_entropy
+
+        choose_entropy(self.args)
+
     def controller(self) -> ControllerFeature:
         from openrlhf_gtpo.training.features.sampler_entropy.controller import SamplerEntropyInController
 

@@ -1,12 +1,22 @@
 """The settings of entropies from vLLM's sampler."""
 
+from typing import Any
+
 from openrlhf_gtpo.algorithms import ESTIMATORS
-from openrlhf_gtpo.training.settings.setting import Bounds, Group, Need, Setting, needs_flag
+from openrlhf_gtpo.training.settings.setting import SAMPLES, Bounds, Group, Need, Setting, needs_flag
 
 _AUDITED = (
+    SAMPLES,
     Need(lambda values: values["rollout.entropy"] != "actor", "entropies are the actor's"),
     Need(lambda values: values["algo.advantage.estimator"] in ESTIMATORS, "the credit does not depend on entropies"),
 )
+
+
+def _imply(values: dict[str, Any], given: frozenset[str]) -> None:
+    """Rows that this run has not sampled are not audited: its policy may be another than theirs."""
+    if not values["rollout.is_sampled"]:
+        values["rollout.entropy_audit_steps"] = 0
+
 
 SAMPLER = Group(
     "sampler entropies",
@@ -42,5 +52,6 @@ SAMPLER = Group(
             needs=(*_AUDITED, needs_flag("rollout.entropy_audit_steps")),
         ),
     ),
+    imply=_imply,
     page="sampler.md",
 )

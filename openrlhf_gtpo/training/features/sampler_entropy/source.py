@@ -28,8 +28,8 @@ def choose_entropy(args: SimpleNamespace) -> None:
             raise UsageError(f"--rollout.entropy sampler cannot work here: {why}; leave it out.")
         if not why and always_forwards(args, rows):
             why = f"the {steps} optimizer steps of a rollout need its log-probs (--rollout.log_probs)"
-            if args.algo.guide.rescue_batch:
-                why = "a guide's rescued rows, which train with a rollout's, need its log-probs"
+            if rollout.joined_by:
+                why = f"rows that train with a rollout's ({rollout.joined_by}) need its log-probs"
             elif args.critic.freezing_steps >= 0:
                 why = "an actor that waits for its critic (--critic.freezing_steps) needs its log-probs"
             elif steps == 1:
@@ -53,7 +53,6 @@ def choose_entropy(args: SimpleNamespace) -> None:
 def _why_not(args: SimpleNamespace) -> str | None:
     """The reason why the sampler cannot give this run's entropies, as a clause; None if it can."""
     estimator, images = args.algo.advantage.estimator, args.data.max_images_per_prompt
-    audit = args.megatron.fp8_audit_steps
     for holds, why in (
         (
             not captures_entropy(args),
@@ -62,7 +61,7 @@ def _why_not(args: SimpleNamespace) -> str | None:
         (args.train.async_enable, "--train.async_enable uses OpenRLHF's own controller"),
         (args.rollout.top_p != 1, f"--rollout.top_p {args.rollout.top_p:g} cuts the distribution that entropies need"),
         (images > 0, f"with --data.max_images_per_prompt {images}, image tokens lie between the sampled ones"),
-        (audit > 0, f"--megatron.fp8_audit_steps {audit} compares the actor's forward, which would be left out"),
+        (args.rollout.forward_for is not None, args.rollout.forward_for),
     ):
         if holds:
             return why
@@ -87,9 +86,8 @@ def _check_log_probs(args: SimpleNamespace, steps: int) -> None:
             "leaves out the actor's forward, from which the entropies come; give --rollout.entropy sampler too",
         ),
         (
-            args.algo.guide.rescue_batch > 0,
-            "leaves out the log-probs that a step needs if a guide's rescued rows join it; leave "
-            "--algo.guide.rescue_batch out",
+            args.rollout.joined_by is not None,
+            f"leaves out the log-probs that a step needs if other rows join it; leave {args.rollout.joined_by} out",
         ),
         (
             args.critic.freezing_steps >= 0,
