@@ -22,15 +22,20 @@ def step_warnings(
 ) -> dict[str, str]:
     """Warnings of what leaves nothing to learn: a sentence with the flag that helps, by name.
 
-    GTPO and GRPO-S learn from groups with successes and failures, other estimators from unequal rewards.
-
     Args:
         status: a step's metrics.
         outcome: (B,) the step's rewards before any length penalty.
     """
-    found = {}
+    sentences = {"groups": _equal_groups(status, outcome, args, credit), "truncated": _cut_off(status, args)}
+    return {names.WARNING_PREFIX + name: sentence for name, sentence in sentences.items() if sentence}
+
+
+def _equal_groups(
+    status: Mapping[str, Any], outcome: Tensor, args: SimpleNamespace, credit: EntropyCredit | None
+) -> str | None:
+    """That no group has what the estimator compares: GTPO and GRPO-S learn from groups with successes and failures,
+    other estimators from unequal rewards."""
     groups, samples = status[names.GROUPS_TOTAL], args.rollout.n_samples_per_prompt
-    none_succeeds = False
     if credit is None or not hasattr(credit.config, "shape_uniform_groups"):
         compares = credit is not None or args.algo.advantage.estimator in COMPARE_WITHIN_GROUPS
         uniform = compares and status.get("group_reward_std") == 0
@@ -39,28 +44,30 @@ def step_warnings(
         uniform = credit.needs_both and status[names.GROUPS_UNIFORM] == groups
         flag, threshold = f"--algo.{credit.name}.success_threshold", credit.config.success_threshold
         what = f"responses all succeed or all fail ({flag} {threshold:g})"
-        none_succeeds = not success(outcome, threshold).any()
-    low, high = outcome.float().aminmax()
-    if none_succeeds and low < high:
-        found[names.WARNING_PREFIX + "groups"] = (
-            f"0 of {len(outcome)} responses reach {threshold} (rewards {low.numpy()!s} to {high.numpy()!s}), so none "
-            f"counts as a success; lower {flag}, or check the reward."
-        )
-    elif uniform:
-        found[names.WARNING_PREFIX + "groups"] = (
-            f"in each of the {groups:.0f} groups the {samples} {what}, with a mean reward of "
-            f"{status[names.REWARD_MEAN]:.3f}, so nothing is learned; check the reward, or give "
-            f"--rollout.n_samples_per_prompt more than {samples}."
-        )
+        low, high = outcome.float().aminmax()
+        if low < high and not success(outcome, threshold).any():
+            return (
+                f"0 of {len(outcome)} responses reach {threshold} (rewards {low.numpy()!s} to {high.numpy()!s}), so "
+                f"none counts as a success; lower {flag}, or check the reward."
+            )
+    if not uniform:
+        return None
+    return (
+        f"in each of the {groups:.0f} groups the {samples} {what}, with a mean reward of "
+        f"{status[names.REWARD_MEAN]:.3f}, so nothing is learned; check the reward, or give "
+        f"--rollout.n_samples_per_prompt more than {samples}."
+    )
+
+
+def _cut_off(status: Mapping[str, Any], args: SimpleNamespace) -> str | None:
+    """That most responses have no end."""
     cut, rows = status["rollout/truncated_rate"], status["rollout/num_samples"]
-    if cut >= _MOSTLY:
-        limit = f"--rollout.max_new_tokens {args.rollout.max_new_tokens}"
-        if args.train.agent_func_path or not args.rollout.max_new_tokens:
-            limit = f"--data.max_len {args.data.max_len}"
-        found[names.WARNING_PREFIX + "truncated"] = (
-            f"{cut * rows:.0f} of {rows:.0f} responses were cut off at {limit} before their end; give it more."
-        )
-    return found
+    if cut < _MOSTLY:
+        return None
+    limit = f"--rollout.max_new_tokens {args.rollout.max_new_tokens}"
+    if args.train.agent_func_path or not args.rollout.max_new_tokens:
+        limit = f"--data.max_len {args.data.max_len}"
+    return f"{cut * rows:.0f} of {rows:.0f} responses were cut off at {limit} before their end; give it more."
 
 
 def describe_rollout(experiences: Sequence[Experience], tokenizer: Any) -> dict[str, Any]:
