@@ -248,8 +248,8 @@ class WholeSteps:
         self._bad_steps = BadSteps(self._trained, strategy.args)
 
     @property
-    def _engine(self) -> Any:
-        """DeepSpeed's engine around the model that is trained."""
+    def _deepspeed_engine(self) -> Any:
+        """The one around the model that is trained."""
         return self.critic if self._trained == "critic" else self.actor.model  # type: ignore[attr-defined]
 
     def train(self, step: Callable[[MicroBatch], Mapping[str, Tensor]]) -> dict[str, float]:
@@ -259,7 +259,7 @@ class WholeSteps:
         Returns:
             its metrics over all replicas (see ``StepMetrics``); for learning rate and gradient norm, the last value.
         """
-        engine, mesh = self._engine, self.strategy.ds_device_mesh
+        engine, mesh = self._deepspeed_engine, self.strategy.ds_device_mesh
         metrics = StepMetrics(self.strategy.args, mesh["dp"].size())
         last: dict[str, float] = {}
         steps = bad = 0
@@ -281,14 +281,14 @@ class WholeSteps:
     def row_order(self) -> RowOrder | None:
         """The order of rows in the next training phase: the same on every rank of a replica, and after a resume. None
         for the rows' own order, in which dynamic batches are already sorted for balance."""
-        engine, train = self._engine, self.strategy.args.train
+        engine, train = self._deepspeed_engine, self.strategy.args.train
         if train.dynamic_batch_enable:
             return None
         return RowOrder(train.batch_size, [train.seed, engine.global_steps - engine.skipped_steps])
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         """The micro-batches of a training phase, one for each backward pass; the engine knows which is the last."""
-        engine = self._engine
+        engine = self._deepspeed_engine
         assert (
             engine.gradient_accumulation_steps() == 1
         ), "DeepSpeed divides losses that are divided already; see Strategy"
