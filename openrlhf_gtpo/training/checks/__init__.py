@@ -1,1 +1,2 @@
-"""Refuses a run that is sure to fail, in one sentence, before any engine starts."""
+"""What a run is refused for in one sentence, before any engine starts: it would train something else in silence, fail
+after minutes, or lose data. ``run.check`` has the order."""
