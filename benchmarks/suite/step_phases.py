@@ -73,7 +73,8 @@ def of_run(rows: Rows, setup: Setup) -> dict[str, Any]:
 
     Returns:
         ``phases``: for each phase and the whole ``step``, ``seconds`` and ``tokens`` of a step (means), ``share`` of
-        the step, ``tokens_per_second_per_gpu``, and ``flops`` of a step, None if the model's are unknown.
+        the step, ``tokens_per_second_per_gpu``, and ``flops`` of a step, None if the model's are unknown. With
+        ``--train.async_enable``, ``rollout`` has the seconds that engines took, at the same time as others.
         ``idle``: ``seconds`` and ``share`` of a step outside any phase, and ``gpu_share``, the part of the GPUs' time
         in which they had no phase to work in. ``peak_memory_gib``: ``process/phase`` to the maximum over steps.
     """
@@ -103,6 +104,8 @@ def of_run(rows: Rows, setup: Setup) -> dict[str, Any]:
         name: numbers(_mean(rows, timing), handled[name], passes.get(name, 0)) for name, (timing, _) in PHASES.items()
     }
     idle = step_seconds - sum(phase["seconds"] for phase in phases.values())
+    if all(is_number(row.get(names.TIMING_ROLLOUT)) for row in rows):  # sampled while the step before trained
+        phases["rollout"] = numbers(_mean(rows, names.TIMING_ROLLOUT), handled["rollout"], passes.get("rollout", 0))
     working = sum(phase["seconds"] * setup.busy.get(name, 0) for name, phase in phases.items())
     phases[STEP] = numbers(step_seconds, tokens[_ALL], sum(passes.values()))
     return {

@@ -127,11 +127,6 @@ def setup_of(args: SimpleNamespace) -> Setup:
 
 
 def _check_measurable(args: SimpleNamespace, steps: int) -> None:
-    if args.train.async_enable:
-        raise UsageError(
-            "--train.async_enable lets the phases of different steps overlap, so that no phase has seconds "
-            "of its own; leave it out."
-        )
     if not args.data.prompt_dataset:
         raise UsageError("--data.prompt_dataset is missing; give a data set.")
     rows = table_rows(args, args.data.prompt_dataset, args.data.prompt_split, "--data.prompt_dataset")

@@ -63,6 +63,15 @@ def test_every_phase_by_hand():
     assert run["peak_memory_gib"] == {"actor/ppo_train": 2.5}
 
 
+def test_a_rollout_that_is_sampled_ahead_has_the_engines_seconds():
+    """It shares them with the step before; what belongs to no phase is counted by the trainer's clock."""
+    waits = {names.timing(names.GENERATION): 1.0, names.TIMING_STEP_WALL: 17.0}
+    run = of_run([row(2, **waits, **{names.TIMING_ROLLOUT: 10.0})], SETUP)
+    assert run["phases"]["rollout"]["seconds"] == 10 and run["phases"]["rollout"]["tokens"] == 100
+    assert run["idle"]["seconds"] == 17 - (1 + 3 + 1 + 8 + 2)
+    assert run["idle"]["gpu_share"] == pytest.approx(1 - (10 * 1 + 3 * 3 + 8 * 3 + 2 * 4) / (17 * 4))
+
+
 def test_a_rollout_counts_all_that_was_sampled():
     """Dynamic sampling has dropped two thirds of it, and other phases never see those; a replay does not say."""
     kept, partly = (of_run([row(1), row(2, **more)], SETUP) for more in ({}, {names.TOKENS_SAMPLED: 500}))

@@ -154,7 +154,6 @@ def test_one_configuration_needs_no_name(command: dict[str, Any], started: list[
             ["--compare", "a=", "--compare", f"{MEGATRON} --megatron.tensor_model_parallel_size 5"],
             "configuration megatron: ",
         ),
-        (["--compare", "a=", "--compare", "b=--train.async_enable"], "configuration b: --train.async_enable lets the"),
         (
             ["--compare", "a=", "--compare", "b=--vllm.num_engines 0"],
             "configuration b: Expected --vllm.num_engines >= 1",
