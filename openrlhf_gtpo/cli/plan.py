@@ -97,6 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--recompute", choices=RECOMPUTE, help=searched)
     add("--placement", choices=PLACEMENTS, default=PLACEMENTS[0], help="placement of engines and training")
     add("--rollout-gpus", help=f"GPUs of the engines with --placement split {searched}", **count)
+    add("--async-enable", action="store_true", help="sample a rollout while the one before trains; only if split")
     add("--vllm-tensor-parallel", help=searched, **count)
     add("--vllm-gpu-memory", help="share of each GPU's memory (default: 0.6; split 0.85)", **number)
     moved = "move the trainer's memory to the host during rollouts, and put engines to sleep"
@@ -162,6 +163,8 @@ def _request(args: argparse.Namespace) -> Request:
             raise SettingError(f"{setting} needs FP8, and $fp8 is off; leave one of them out.")
     if args.rollout_gpus is not None and args.placement != "split":
         raise SettingError("$rollout_gpus needs $placement split; colocated engines run on all GPUs.")
+    if args.async_enable and args.placement != "split":
+        raise SettingError("$async_enable needs $placement split; colocated engines take turns with the trainer.")
     if args.vllm_gpu_memory is not None and not 0 < args.vllm_gpu_memory < 1:
         raise SettingError(f"Expected 0 < $vllm_gpu_memory < 1, a share of the memory, got {args.vllm_gpu_memory:g}.")
     train_batch = args.train_batch or min(TRAIN_BATCH, args.samples_per_prompt * args.prompts_per_step)

@@ -31,6 +31,7 @@ class Candidate:
         cluster: the GPUs that train.
         engines: engines of the rollout, on the same GPUs (colocated) or others (split), with workload and assumptions.
         offload: whichever of trainer and engines is idle has its memory on the host; only if colocated.
+        async_enable: the next rollout is sampled while this one is trained (``--train.async_enable``); only if split.
     """
 
     training: Training
@@ -38,6 +39,7 @@ class Candidate:
     engines: Engines
     colocated: bool = True
     offload: bool = True
+    async_enable: bool = False
 
     @property
     def gpus(self) -> int:
@@ -128,7 +130,10 @@ class Candidate:
 
     @property
     def step_seconds(self) -> float:
-        return sum(self.seconds.values())
+        seconds = self.seconds
+        rollout, training = seconds["rollout"], seconds["forward"] + seconds["train"]
+        both = max(rollout, training) if self.async_enable else rollout + training
+        return both + seconds["sync"] + seconds["between"]
 
     @property
     def tokens_per_second(self) -> float:

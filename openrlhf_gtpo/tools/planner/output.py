@@ -139,6 +139,7 @@ def launch_script(plan: Candidate, *, algorithm: str, model: str, command: str) 
         "What is trained": {"ALGORITHM": algorithm, "MODEL": model},
         "Where": {
             "PLACEMENT": "colocated" if plan.colocated else "split",
+            "ASYNC": 1 if plan.async_enable else "",
             "NODES": plan.cluster.nodes,
             "GPUS_PER_NODE": plan.cluster.gpus_per_node,
         },

@@ -42,7 +42,7 @@ class Request:
         fp8_param: FP8 primary weights, which rule out bfloat16.
         colocated: engines and training share all GPUs; otherwise each has its own.
         rollout_gpus: GPUs of the engines when they have their own.
-        offload: see :class:`Candidate`.
+        offload, async_enable: see :class:`Candidate`.
         vllm_memory: ``gpu_memory_utilization``; None for the assumed one.
     """
 
@@ -61,6 +61,7 @@ class Request:
     colocated: bool = True
     rollout_gpus: int | None = None
     offload: bool = True
+    async_enable: bool = False
     distributed_optimizer: bool = True
     vllm_memory: float | None = None
     assumptions: Assumptions = Assumptions()
@@ -132,7 +133,8 @@ def candidates(request: Request) -> list[Candidate]:
                     fp8=fp8,
                     lm_head_bytes=request.assumptions.lm_head_mb * 2**20,
                 )
-                legal.append(Candidate(training, cluster, engines, request.colocated, request.offload))
+                where = request.colocated, request.offload, request.async_enable
+                legal.append(Candidate(training, cluster, engines, *where))
     if not legal:
         raise refusals[0]
     return sorted(legal, key=lambda plan: (not plan.fits, *(plan.preference if plan.fits else (plan.breaks[1],))))

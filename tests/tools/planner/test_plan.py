@@ -256,6 +256,15 @@ def test_split_and_colocated_share_the_gpus() -> None:
     assert {candidate.engines.gpus for candidate in fixed} == {4}
 
 
+def test_an_asynchronous_step_takes_the_longer_of_rollout_and_training() -> None:
+    asked = replace(request("7b", 8), colocated=False, rollout_gpus=4)
+    in_turn, ahead = candidates(asked)[0], replace(candidates(asked)[0], async_enable=True)
+    parts = in_turn.seconds
+    shorter = min(parts["rollout"], parts["forward"] + parts["train"])
+    assert ahead.seconds == parts and in_turn.step_seconds - ahead.step_seconds == pytest.approx(shorter)
+    assert all(candidate.async_enable for candidate in candidates(replace(asked, async_enable=True)))
+
+
 def test_without_offload_both_must_fit_at_once() -> None:
     asked = request(**FIXED)
     on, off = one(asked), one(replace(asked, offload=False))
