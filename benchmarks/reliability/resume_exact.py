@@ -6,7 +6,8 @@ On CPU, under `--train.full_determinism_enable`, through Ray and vLLM, on each b
 `--kills` kills of all its processes, each a random time after the last start has made another step; then its end. Two
 episodes with a short last rollout each, a checkpoint every second step, an evaluation every third with the best
 checkpoint, an adaptive KL coefficient, a filter, two optimizer steps a rollout whose rows are shuffled; on DeepSpeed a
-moving average of the weights, on Megatron asynchronous saves. A run of the tiny model takes a minute on two cores.
+moving average of the weights, on Megatron asynchronous saves; with the names that end in -async, the next rollout is
+sampled while a step trains. A run of the tiny model takes a minute on two cores.
 """
 
 import json
@@ -32,7 +33,9 @@ BACKENDS = {
     "deepspeed": ["--train.enable_ema", "--train.ema_beta", "0.5"],
     "megatron": ["--actor.backend", "megatron", "--train.max_tokens_per_gpu", "128", "--megatron.async_save"],
 }
-TIMES = ("time", names.TIMING_PREFIX, names.TOKENS_PER_SECOND_PREFIX, names.PEAK_MEMORY_PREFIX)
+AHEAD = ["--train.async_enable", "--algo.advantage.is_correction_level", "token", "--rollout.entropy", "sampler"]
+BACKENDS |= {f"{backend}-async": [*flags, *AHEAD] for backend, flags in BACKENDS.items()}
+TIMES = ("time", "idle/", names.TIMING_PREFIX, names.TOKENS_PER_SECOND_PREFIX, names.PEAK_MEMORY_PREFIX)
 # Right is a response of even length, so that the filter lets half of the tiny model's groups through.
 REWARD = """
 import json

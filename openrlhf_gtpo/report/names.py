@@ -23,6 +23,10 @@ GROUPS_CORRECT = "groups/correct"  # share of the rows that succeed, for surroga
 GROUPS_ACCURACY = "groups/accuracy"  # likewise, its mean over the rows
 RESPONSE_LENGTH_MEAN = "response_length/mean"  # tokens
 RESTARTS_ENGINES = "restarts/engines"  # since the start of the trainer
+STALENESS_MEAN = "staleness/mean"  # steps between the policy that sampled a token and the one that trains on it
+STALENESS_MAX = "staleness/max"
+IDLE_TRAINER = "idle/trainer"  # seconds of a step in which the trainer waited for engines
+IDLE_ENGINES = "idle/engines"  # seconds of a step in which engines had nothing to sample
 DROPPED_PROMPTS = "rollout/dropped_prompts"  # of the step
 OFF_POLICY_ROWS = "rollout/off_policy_rows"  # share of the trained rows whose ratio is to another sampler's policy
 GUIDE_ROWS = "guide/rows"  # share of the trained rows that the guide sampled
@@ -59,6 +63,7 @@ OPENRLHF = {  # its own names, in TensorBoard, for what a run of this package re
 }
 
 TIMING_PREFIX = "timing/"  # seconds
+TIMING_ROLLOUT = "timing/rollout"  # that engines took for the step's rollout, if it was sampled ahead
 TIMING_STEP_TOTAL = "timing/step_total"  # the sum of the phases
 TIMING_STEP_WALL = "timing/step_wall"  # without evaluation and checkpoints
 GENERATION, MAKE_EXPERIENCE, PPO_TRAIN, BROADCAST = "generation", "make_experience", "ppo_train", "broadcast"

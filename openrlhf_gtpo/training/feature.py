@@ -80,6 +80,11 @@ class ControllerFeature:
     def begin(self, run: Any) -> None:
         """Models and engines are loaded, and the checkpoint's states restored."""
 
+    def may_sample_ahead(self) -> bool:
+        """Asked when a step has its rollout: whether the next may be sampled while the step trains, with the weights
+        from before it (``--train.async_enable``)."""
+        return True
+
     def policy_values(
         self,
         batches: "Sequence[Experience]",

@@ -16,7 +16,7 @@ def apply(args: SimpleNamespace, features: Sequence[Feature] = ()) -> None:
     """Replace the names through which upstream's ``train`` finds its actors. Safe to call twice."""
     import ray
     from openrlhf.cli import train_ppo_ray
-    from openrlhf.trainer import ppo_trainer
+    from openrlhf.trainer import ppo_trainer, ppo_trainer_async
     from openrlhf.trainer.ray import vllm_engine
     from openrlhf.utils import deepspeed
 
@@ -49,5 +49,6 @@ def apply(args: SimpleNamespace, features: Sequence[Feature] = ()) -> None:
     vllm_engine.get_bundle_indices = engine_bundles
     rollout_actor = type("RolloutActor", (StrictRolloutActor,), of_engines)
     vllm_engine.RolloutRayActor = ray.remote(max_restarts=max_restarts, max_concurrency=MAX_CALLS)(rollout_actor)
-    ppo_trainer.PPOTrainer = ray.remote(type("RunController", (Controller,), {"features_of_run": features}))
+    controller = ray.remote(type("RunController", (Controller,), {"features_of_run": features}))
+    ppo_trainer.PPOTrainer = ppo_trainer_async.PPOTrainerAsync = controller
     deepspeed.DeepspeedStrategy = CpuStrategy if platform.chosen_platform() == "cpu" else Strategy

@@ -165,6 +165,8 @@ class Rollout:
         tokens: sampled, whatever became of them.
         dropped: prompts whose reward or agent failed.
         step: the number of the step, if it is not the next one.
+        version: the step whose weights the engines had when they began.
+        seconds: that the engines took.
     """
 
     rows: Sequence[Row]
@@ -175,3 +177,5 @@ class Rollout:
     dropped: int = 0
     others: list[Row] = field(default_factory=list)
     step: int | None = None
+    version: int = 0
+    seconds: float = 0.0

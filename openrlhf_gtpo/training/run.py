@@ -101,14 +101,14 @@ def run(args: SimpleNamespace) -> None:
     """
     import ray
     from openrlhf.cli import train_ppo_ray
-    from openrlhf.trainer import ppo_trainer
+    from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 
     from openrlhf_gtpo.training.controller.cluster_checks import check_nodes
     from openrlhf_gtpo.training.controller.failures import deaths_noticed, explained, raised_on
     from openrlhf_gtpo.training.controller.placement import waits_reported
 
     groups: list[Any] = []
-    controllers: list[Any] = []  # none of this package's in asynchronous training
+    controllers: list[Any] = []
     make_group, make_controller = train_ppo_ray.RayActorGroup, ppo_trainer.PPOTrainer.remote
 
     def keep_group(*args: Any, **kwargs: Any) -> Any:
@@ -120,7 +120,7 @@ def run(args: SimpleNamespace) -> None:
         return controllers[-1]
 
     train_ppo_ray.RayActorGroup = keep_group
-    ppo_trainer.PPOTrainer = SimpleNamespace(remote=keep_controller)
+    ppo_trainer.PPOTrainer = ppo_trainer_async.PPOTrainerAsync = SimpleNamespace(remote=keep_controller)
 
     # A terminated run ends its workers and engines, as an interrupted one does. Ray's handler, which ray.init of 2.55
     # has just installed, aborts the process instead (https://github.com/ray-project/ray/issues/37288).

@@ -16,7 +16,7 @@ def run_step(run: "Controller", sample: Callable[[], Rollout]) -> Rollout:
     """Train one step, and log it.
 
     Args:
-        sample: returns what the step is trained on; the synchronous loop has the engines sample it now.
+        sample: returns what the step is trained on.
 
     Returns:
         that; if it has no rows, nothing was trained.
@@ -42,13 +42,15 @@ def run_step(run: "Controller", sample: Callable[[], Rollout]) -> Rollout:
     with run.phase(names.PPO_TRAIN, metrics):
         metrics |= run.train(step)
     run.adapt_kl_coefficient(metrics)  # of the next step
+    run.step = step
 
-    # Send weights: the engines' next rows are the new policy's.
+    # Send weights, once no engine samples (``--train.async_enable``): their next rows are the new policy's.
+    with run.phase(names.GENERATION, metrics):
+        run.rollouts.drain()
     with run.phase(names.BROADCAST, metrics):
         run.send_weights()
 
     # Log, also a step that a feature ends the run for.
-    run.step = step
     metrics |= run.describe(rollout, own, metrics)
     stays = False
     try:
@@ -61,14 +63,16 @@ def run_step(run: "Controller", sample: Callable[[], Rollout]) -> Rollout:
 
 
 def run_steps(run: "Controller") -> None:
-    """The synchronous loop: engines and trainers take turns."""
+    """Train on all rollouts. Engines and trainers take turns, or the engines are one rollout ahead
+    (``--train.async_enable``)."""
+    run.rollouts.begin(run.args.train.num_episodes - run.episode)
     episodes = run.args.train.num_episodes
     while run.episode < episodes:
         prompts = len(run.prompts)
         progress = tqdm(total=prompts, desc=f"Episode [{run.episode + 1}/{episodes}]")
         progress.update(run.consumed % max(prompts, 1))
         while True:
-            rollout = run_step(run, run.sampler.sample)
+            rollout = run_step(run, run.rollouts.next)
             run.consumed += rollout.prompts
             if rollout.rows:
                 run.save()

@@ -102,7 +102,7 @@ def test_an_episode_ends_with_what_is_left_and_another_begins(monkeypatch: pytes
     sampler.args.rollout.batch_size = sampler.args.rollout.vllm_generate_batch_size = 16
     rollouts = [sampler.sample() for _ in range(4)]
     assert [rollout.prompts for rollout in rollouts] == [16, 16, 8, 16]
-    assert [rollout.exhausted for rollout in rollouts] == [False, False, True, False] and not sampler.exhausted
+    assert [rollout.exhausted for rollout in rollouts] == [False, False, True, False]
     assert prompts(rollouts[3].rows) == prompts(rollouts[0].rows)
     assert sampler.drawn == PROMPTS + 16 and rollouts[3].rows[0].number == PROMPTS, "numbers go on"
 

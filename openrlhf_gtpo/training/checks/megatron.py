@@ -70,7 +70,6 @@ def _settings(args: SimpleNamespace, layout: Layout) -> Iterator[Rule]:
     )
     images, aux_loss = args.data.max_images_per_prompt, args.actor.aux_loss_coef
     for broken, flag, remedy in (
-        (args.train.async_enable, "--train.async_enable", "leave it out"),
         (args.train.enable_ema, "--train.enable_ema", "leave it out"),
         (args.ds.adam_offload, "--ds.adam_offload", "give --megatron.offload to move states to host memory"),
         (args.ds.param_dtype != "bf16", f"--ds.param_dtype {args.ds.param_dtype}", "give bf16"),

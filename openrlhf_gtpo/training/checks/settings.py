@@ -7,15 +7,13 @@ a setting is up to upstream.
 
 import math
 from collections.abc import Iterator
-from operator import attrgetter
 from types import SimpleNamespace
 
-from openrlhf_gtpo.algorithms import ESTIMATORS, SURROGATES
+from openrlhf_gtpo.algorithms import ESTIMATORS
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.training.checks.model import Model
 from openrlhf_gtpo.training.credit.entropy_credit import entropy_credit
 from openrlhf_gtpo.training.credit.old_policy import count_rows
-from openrlhf_gtpo.training.settings.flags import all_settings
 
 Rule = tuple[object, str]  # whether it is broken, and the sentence that says so
 
@@ -38,10 +36,10 @@ def check_settings(args: SimpleNamespace) -> None:
         UsageError: the first contradiction.
     """
     refuse(*_every_run(args), *_deepspeed(args), *_shared_gpus(args))
+    if args.train.async_enable:
+        refuse(*_asynchronous(args))
     if args.algo.advantage.estimator in ESTIMATORS:
         refuse(*_entropy_weighted(args))
-    elif args.train.async_enable:
-        refuse(*_asynchronous(args))
     _check_algorithm(args)
 
 
@@ -158,7 +156,6 @@ def _entropy_weighted(args: SimpleNamespace) -> Iterator[Rule]:
         f"{rollout.n_samples_per_prompt}.",
     )
     for broken, flag, why in (
-        (args.train.async_enable, "--train.async_enable", "the entropies must be those of the policy that sampled"),
         (images > 0, f"--data.max_images_per_prompt {images}", "image positions have no entropy credit yet"),
         (rollout.top_p != 1, f"--rollout.top_p {rollout.top_p:g}", "entropies are those of the whole distribution"),
     ):
@@ -189,21 +186,33 @@ def _entropy_weighted(args: SimpleNamespace) -> Iterator[Rule]:
 
 
 def _asynchronous(args: SimpleNamespace) -> Iterator[Rule]:
-    """What only this package's controller does: asynchronous training keeps upstream's, which would leave it out."""
-    loss_type, rows = args.actor.policy_loss_type, count_rows(args)
-    by_outcome = loss_type in SURROGATES and "correct" in SURROGATES[loss_type].reads  # of the experience maker
-    given = [f"--{s.flag}" for s in all_settings() if s.synchronous and attrgetter(s.flag)(args)]
-    for flag in [*given, *([f"--actor.policy_loss_type {loss_type}"] if by_outcome else [])]:
-        yield (
-            True,
-            f"{flag} cannot be combined with --train.async_enable, whose controller is OpenRLHF's; leave one of them "
-            "out.",
-        )
-    yield (  # a rollout makes whole steps here: see count_all_steps
-        rows % args.train.batch_size,
-        f"Expected --train.batch_size to divide a rollout's {rows} rows, as OpenRLHF's controller "
-        f"(--train.async_enable) plans learning rates by its batches, got {args.train.batch_size}.",
+    """What would learn wrongly from rows of the policy of one step before, or would not be sampled as it was asked."""
+    estimator, train, batch = args.algo.advantage.estimator, args.train, args.rollout.vllm_generate_batch_size
+    yield (
+        estimator in ESTIMATORS and args.rollout.entropy != "sampler",
+        f"--train.async_enable with --algo.advantage.estimator {estimator} needs the entropies of the policy that "
+        "sampled a token, which is no longer there when the token is trained on; give --rollout.entropy sampler.",
     )
+    yield (
+        args.algo.advantage.is_correction_level == "off",
+        "--train.async_enable trains on rows of an earlier policy, and so needs --algo.advantage.is_correction_level "
+        "token or seq; give it too.",
+    )
+    for broken, flag, why in (
+        (train.partial_rollout_enable, "--train.partial_rollout_enable", "weights change between rollouts only"),
+        (train.async_queue_size > 1, f"--train.async_queue_size {train.async_queue_size}", "one rollout is ahead"),
+        (
+            batch > args.rollout.batch_size,
+            f"--rollout.vllm_generate_batch_size {batch}",
+            f"a rollout has --rollout.batch_size {args.rollout.batch_size} prompts",
+        ),
+        (
+            args.data.max_images_per_prompt > 0,
+            f"--data.max_images_per_prompt {args.data.max_images_per_prompt}",
+            "a checkpoint has no place for the images of the rollout that is ahead",
+        ),
+    ):
+        yield broken, f"{flag} cannot be combined with --train.async_enable: {why}; leave one of them out."
 
 
 def _check_algorithm(args: SimpleNamespace) -> None:

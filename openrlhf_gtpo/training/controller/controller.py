@@ -28,6 +28,7 @@ from openrlhf_gtpo.training.controller.metrics import (
     sources_of,
     step_warnings,
 )
+from openrlhf_gtpo.training.controller.rollouts import Rollouts
 from openrlhf_gtpo.training.controller.saving import Saver
 from openrlhf_gtpo.training.controller.step_costs import StepCosts
 from openrlhf_gtpo.training.controller.stop import stop_file
@@ -55,6 +56,9 @@ class Controller:
         episode: passes over the prompts that are complete.
         consumed: prompts that were drawn for the steps so far.
         sampling: what a ``Sampler`` is made with.
+        rollouts: what the steps are trained on.
+        rollout: the one of the step in progress, or of the last one.
+        version: the step whose weights the engines have.
     """
 
     features_of_run: Sequence[Feature] = ()  # those that are on; the composition root sets them
@@ -77,7 +81,7 @@ class Controller:
         self.models = Models(actor, critic, reward, reference)
         use_fast = not args.data.disable_fast_tokenizer
         self.tokenizer = get_tokenizer(pretrain, None, "left", strategy, use_fast=use_fast)
-        kl, self.step, self.episode, self.consumed = args.algo.kl, 0, 0, 0
+        kl, self.step, self.episode, self.consumed, self.version = args.algo.kl, 0, 0, 0, 0
         adapts = partial(AdaptiveKLController, kl.init_coef, kl.target, kl.horizon)
         self.kl_control = adapts() if kl.target else FixedKLController(kl.init_coef)
         self.engines = Engines(engines or [], args.train.max_restarts, args.train.stall_timeout)
@@ -98,6 +102,8 @@ class Controller:
             shared = ray.put(self.tokenizer)
             self.sampling = (args, self.prompts, self.held_out, shared, self.engines.serving, self._recover)
             self._take_sampler()
+        self.rollouts = Rollouts(self, args.train.async_enable)
+        self.rollout = Rollout([], 0, False)
         self.maker = ExperienceMaker(strategy, self.models, self.kl_control, self.tokenizer, self.features)
         self.trackers = Trackers(args)
         self.watched = Watched(args, [group for group in self.models if group is not None])
@@ -193,14 +199,15 @@ class Controller:
 
     @contextmanager
     def phase(self, name: str, metrics: dict[str, Any]) -> Iterator[None]:
-        """Show that a phase of the step goes on, and note in ``metrics`` the seconds that it took."""
+        """Show that a phase of the step goes on, and add to ``metrics`` the seconds that it took."""
         self._show(name)
         started = time.perf_counter()
         yield
-        metrics[names.timing(name)] = time.perf_counter() - started
+        metrics[names.timing(name)] = metrics.get(names.timing(name), 0.0) + time.perf_counter() - started
 
     def sampled(self, rollout: Rollout) -> None:
         """The engines have done their part."""
+        self.rollout = rollout
         self.saver.publish()  # written while engines sampled; should this step fail, the run goes on from there
         if self.args.train.max_restarts and self.args.vllm.enable_sleep:  # engines share the trainer's GPUs
             self.engines.wait_for_lost()
@@ -254,6 +261,10 @@ class Controller:
         except ray.exceptions.RayError:
             self.engines.check()  # which names the engine, if the run stops because of it
             raise
+        self.version = self.step
+        if not self.rollouts.weights_sent():
+            self.send_weights()
+            return
         self._show(names.GENERATION)  # which may come next, or go on
         states, self._unevaluated = self._unevaluated, None
         if states is not None:  # a checkpoint's weights: its evaluation may have been cut off
@@ -281,6 +292,11 @@ class Controller:
         if args.train.max_restarts:
             more[names.RESTARTS_ENGINES] = float(self.engines.restarts)
             more[names.DROPPED_PROMPTS] = float(rollout.dropped)
+        if self.rollouts.ahead:
+            staleness = float(self.step - 1 - rollout.version)
+            more |= {names.STALENESS_MEAN: staleness, names.STALENESS_MAX: staleness}
+            more[names.TIMING_ROLLOUT] = rollout.seconds
+            more[names.IDLE_TRAINER] = metrics[names.timing(names.GENERATION)]
         if "ppo_clip_ratio" in metrics:
             more[names.CLIP_FRACTION] = metrics["ppo_clip_ratio"]
         if args.algo.dynamic_filtering_enable:
@@ -299,12 +315,16 @@ class Controller:
             print(f"Warning, from step {self.step} on: {self.warnings[name]}", flush=True)
         self.saver.publish()
         metrics |= self.costs.end() | self.maker.seconds
+        seconds = {phase: metrics.get(names.timing(phase), 0.0) for phase in names.PHASES}
+        if self.rollouts.ahead:
+            metrics[names.IDLE_ENGINES] = max(0.0, metrics[names.TIMING_STEP_WALL] - self.rollouts.take_busy())
+            seconds[names.GENERATION] = metrics[names.TIMING_ROLLOUT]
         for phase in names.PHASES:
-            if metrics.get(names.timing(phase)):
+            if seconds[phase]:
                 # The engines' are all that were sampled, those of dropped groups too.
                 sampled = phase == names.GENERATION and metrics.get(names.TOKENS_SAMPLED)
                 tokens = sampled or self.costs.response_tokens
-                metrics[names.tokens_per_second(phase)] = tokens / metrics[names.timing(phase)]
+                metrics[names.tokens_per_second(phase)] = tokens / seconds[phase]
         shown = {name: value for name, value in metrics.items() if name != "generated_samples"}
         print(f"Global step {self.step}: {shown}", flush=True)
         failures = self.saver.take_failures()
@@ -373,7 +393,7 @@ class Controller:
             self.kl_control.value = states.get(_KL_COEFFICIENT, self.kl_control.value)
         self.step, self.consumed = states["global_step"], states["total_consumed_prompts"]
         self.episode = states["episode"]
-        self.sampler.drawn = self.consumed
+        self.sampler.drawn = self.consumed + self.rollouts.restore(states)
         for feature in self.features:
             feature.restore(states, self.step)
         return states
@@ -385,27 +405,36 @@ class Controller:
         draw all of its prompts again (torchdata 0.11.0, StatefulDataLoader.__iter__).
         """
         states = {
-            "episode": self.episode + int(self.sampler.exhausted),
+            "episode": self.episode + int(self.rollout.exhausted),
             "global_step": self.step,
             "total_consumed_prompts": self.consumed,
             "data_loader_state_dict": self.prompts.state_dict(),
             _KL_COEFFICIENT: float(self.kl_control.value),
         }
+        states |= self.rollouts.state()
         for feature in self.features:
             states |= feature.state()
         return states
 
+    def complete_checkpoint(self) -> None:
+        """The run is going to end: wait until its last checkpoint is complete."""
+        self.watched.wait()  # ranks that write answer nobody else
+        with suppress(ray.exceptions.RayError):  # of a rank that is gone too
+            self.saver.publish(wait=True)
+
     def _recover(self, error: Exception) -> None:
         """Recover from an error in a rollout; if no engine is left, wait for one. An error that ends the run does so
         once the last checkpoint is complete."""
+        on_thread = self.rollouts.is_on_thread()  # beside a step that trains, and then sends weights
         try:
             self.engines.recover(error)
         except Exception:
-            self.watched.wait()  # ranks that write answer nobody else
-            with suppress(ray.exceptions.RayError):  # of a rank that is gone too
-                self.saver.publish(wait=True)
+            if not on_thread:
+                self.complete_checkpoint()
             raise
-        if not self.engines.serving:
+        if not self.engines.serving and on_thread:
+            self.rollouts.wait_for_weights()
+        elif not self.engines.serving:
             self.send_weights()
             if self.args.vllm.enable_sleep:
                 batch_vllm_engine_call(self.engines.serving, "wake_up")

@@ -19,8 +19,7 @@ def stop_file(args: SimpleNamespace) -> Path:
 
 
 def prepare(args: SimpleNamespace) -> None:
-    """Prepare for requests to stop this run, and have SIGUSR1 to the driver make one. Does nothing in asynchronous
-    training, where upstream's controller does not look for requests.
+    """Prepare for requests to stop this run, and have SIGUSR1 to the driver make one.
 
     Without ``--ckpt.stop_file``, a request found here can only have been meant for an earlier run and is removed. A
     file that the flag names stays: whoever gives each run its own may ask before the run has come this far.
@@ -28,8 +27,6 @@ def prepare(args: SimpleNamespace) -> None:
     Raises:
         OSError: no file can be created there.
     """
-    if args.train.async_enable:
-        return
     path = stop_file(args)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():

@@ -57,6 +57,10 @@ class Audit:
         self.batches += 1
         return (self.batches - 1) % self._every == 0
 
+    def due_in(self, batches: int) -> bool:
+        """True if the batch after so many others is to be audited."""
+        return bool(self._every) and (self.batches + batches) % self._every == 0
+
     def compare(
         self, batch: RolloutBatch, exact: TokenValues, mask: Tensor, credit: EntropyCredit
     ) -> dict[str, float]:

@@ -43,7 +43,6 @@ class Sampler:
         engines: whoever holds the list may change it.
         drawn: training prompts since the run began; a resumed run sets it to what its checkpoint has consumed.
         with_log_probs: whether training rows carry their engine's log-probs.
-        exhausted: whether the last rollout drew the episode's last prompt and found none after it.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class Sampler:
         self._left: Iterator[Any] | None = None  # of the episode's prompts
         self._load: Counter[int] = Counter()  # responses that an engine has been asked for and not given, by id
         self.drawn = 0
-        self.exhausted = False
         self.with_log_probs = args.algo.advantage.is_correction_level != "off"
 
     def sample(self) -> Rollout:
@@ -91,7 +89,6 @@ class Sampler:
             seen.passed = len(groups) / seen.prompts * 100
         if seen.exhausted:
             self._left = None
-        self.exhausted = seen.exhausted
         return seen
 
     def evaluate(self, temperature: float, samples: int) -> list[Row]:

@@ -45,7 +45,6 @@ def _item(setting: Setting) -> str:
         shown = f"--{flag} {default}"
     notes = [f"`{default}` by default"] if setting.choices and default else []
     notes += [f"`{setting.bounds.of('x')}`"] if setting.bounds else []
-    notes += ["not with `--train.async_enable`"] if setting.synchronous else []
     link = f" ({_link(setting.page)})" if setting.page else ""
     rules = f" ({', '.join(notes)})" if notes else ""
     return f"- **`{shown}`**{rules}: {_marked(setting.help)}{link}"

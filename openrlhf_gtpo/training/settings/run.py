@@ -65,7 +65,6 @@ RUN = Group(
             False,
             "evaluate --eval.dataset once before the first step",
             needs=(needs_flag("eval.dataset"),),
-            synchronous=True,
         ),
         Setting(
             "ckpt.stop_file",
@@ -73,7 +72,6 @@ RUN = Group(
             "when this file appears, save a checkpoint after the step in progress and exit with status 75, as after "
             "SIGUSR1 (default: 'stop' in --ckpt.path; one left there by an earlier run does not count)",
             metavar="FILE",
-            synchronous=True,
             page="slurm.md#stop-requeue-resume",
         ),
         Setting(
@@ -90,14 +88,12 @@ RUN = Group(
             None,
             "append every step's metrics to this JSON-lines file, beside TensorBoard and W&B",
             metavar="FILE",
-            synchronous=True,
             page="metrics.md",
         ),
         Setting(
             "logger.entropy_enable",
             False,
             f"log policy entropies with the other estimators too ({_ESTIMATORS} always do)",
-            synchronous=True,
         ),
         Setting(
             "vllm.max_num_seqs",

@@ -88,7 +88,6 @@ class Setting:
         type: makes its value of a word; None takes the type of the default, or str.
         bounds: for a number.
         needs: what a run must have to read it; given without, it is named as having no effect.
-        synchronous: whether it is refused with --train.async_enable, whose controller is OpenRLHF's.
         page: where there is more about it, from ``docs``.
     """
 
@@ -100,7 +99,6 @@ class Setting:
     metavar: str | None = None
     bounds: Bounds | None = None
     needs: tuple[Need, ...] = ()
-    synchronous: bool = False
     page: str | None = None
 
     def add_to(self, group: argparse._ArgumentGroup) -> None:

@@ -25,7 +25,6 @@ SUPERVISION = Group(
             "how often a run may replace engines that died or hang, and retry rewards that fail; and how often it is "
             "restarted from its last checkpoint if another process died or hangs; 0 stops at the first",
             bounds=Bounds(at_least=0),
-            synchronous=True,
             page="reliability.md#supervised-runs",
         ),
         Setting(
@@ -35,7 +34,6 @@ SUPERVISION = Group(
             "be longer than the slowest reward, and than each phase of a step except the rollout, including a "
             "checkpoint",
             bounds=Bounds(at_least=0),
-            synchronous=True,
         ),
         Setting(
             "train.max_bad_steps",

@@ -157,7 +157,6 @@ def test_deepspeed_is_not_held_to_these_rules(command: dict[str, Any]) -> None:
             {TP: 2, "--reward.remote_url": None, "--reward.model_name_or_path": "MODEL"},
             "runs on DeepSpeed, where every process needs a batch of its own",
         ),
-        ({"--train.async_enable": True}, "--train.async_enable --actor.backend"),
         ({"--train.enable_ema": True}, "--train.enable_ema"),
         ({"--ds.load_in_4bit": True}, "--ds.load_in_4bit"),
         ({"--ds.lora.rank": 8}, "--ds.lora.rank"),

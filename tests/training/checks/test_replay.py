@@ -97,8 +97,9 @@ def test_files_that_are_no_whole_dumps(refused: Callable[..., str], dump: Callab
         ),
         ({"--rollout.top_p": 0.9}, "--rollout.top_p 0.9 cannot be combined with --algo.advantage.estimator gtpo"),
         (
-            {"--algo.advantage.estimator": "group_norm", "--train.async_enable": True},
-            "cannot be combined with --train.async_enable, whose controller is OpenRLHF's; leave one of them out.",
+            {"--algo.advantage.estimator": "group_norm", "--train.async_enable": True}
+            | {"--algo.advantage.is_correction_level": "token"},
+            "cannot be combined with --train.async_enable",
         ),
         ({"--rollout.entropy": "sampler"}, "has no entropies of the sampler; give --rollout.entropy actor."),
         ({"--algo.advantage.is_correction_level": "token"}, "has no log-probs of the sampler, which .*; give off."),

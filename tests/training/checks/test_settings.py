@@ -227,22 +227,34 @@ def test_upstreams_estimators_may_sample_from_a_part_of_the_distribution(command
     check(args)
 
 
+AHEAD = {"--train.async_enable": True, "--algo.advantage.is_correction_level": "token", "--rollout.entropy": "auto"}
+
+
 @pytest.mark.parametrize(
-    ("flag", "value"),
+    ("changes", "names"),
     [
-        ("--actor.policy_loss_type", "htpo"),
-        ("--logger.entropy_enable", True),
-        ("--logger.metrics_path", "metrics.jsonl"),
-        ("--eval.before_training", True),
-        ("--ckpt.stop_file", "stop"),
-        ("--train.spike_zscore", 10),
-        ("--train.max_restarts", 1),
-        ("--train.stall_timeout", 60),
+        ({"--algo.advantage.is_correction_level": "off"}, "--algo.advantage.is_correction_level"),
+        ({"--rollout.entropy": "actor"}, "--rollout.entropy sampler"),
+        ({"--train.partial_rollout_enable": True}, "--train.partial_rollout_enable"),
+        ({"--train.async_queue_size": 2}, "--train.async_queue_size"),
+        ({"--rollout.vllm_generate_batch_size": 4096}, "--rollout.vllm_generate_batch_size"),
+        (
+            {"--algo.advantage.estimator": "group_norm", "--data.max_images_per_prompt": 1},
+            "--data.max_images_per_prompt",
+        ),
     ],
+    ids=str,
 )
-def test_what_asynchronous_training_does_not_do(refused: Callable[..., str], flag: str, value: Any) -> None:
-    message = refused({"--algo.advantage.estimator": "group_norm", "--train.async_enable": True, flag: value})
-    assert message.startswith(flag) and "--train.async_enable" in message
+def test_what_is_not_sampled_ahead(refused: Callable[..., str], changes: dict[str, Any], names: str) -> None:
+    assert_names(refused(AHEAD | changes), f"{names} --train.async_enable")
+
+
+@pytest.mark.parametrize("estimator", ["gtpo", "group_norm"])
+def test_an_asynchronous_run_takes_what_a_synchronous_one_takes(command: dict[str, Any], estimator: str) -> None:
+    changes = {"--algo.advantage.estimator": estimator, "--eval.before_training": True, "--train.spike_zscore": 10}
+    args = parse(argv_of(command | AHEAD | changes))
+    check(args)
+    assert estimator != "gtpo" or args.rollout.entropy == "sampler"
 
 
 @pytest.mark.parametrize(
@@ -263,7 +275,8 @@ def test_groups_that_share_gpus_fit_on_them(refused: Callable[..., str], changes
     "changes",
     [
         {"--train.colocate_all": True, "--algo.kl.init_coef": 0, "--ref.num_gpus_per_node": 2},
-        {"--algo.advantage.estimator": "group_norm", "--train.colocate_all": True, "--train.async_enable": True}
+        {"--algo.advantage.estimator": "group_norm", "--train.colocate_all": True}
+        | AHEAD
         | {"--vllm.num_engines": 2, "--ref.num_gpus_per_node": 1},
         {"--vllm.num_engines": 2, "--ref.num_gpus_per_node": 2},
         {"--train.colocate_critic_reward": True, "--reward.num_gpus_per_node": 2},
@@ -274,16 +287,6 @@ def test_groups_that_share_gpus_fit_on_them(refused: Callable[..., str], changes
 )
 def test_groups_may_differ_if_they_fit_or_share_no_gpus(command: dict[str, Any], changes: dict[str, Any]) -> None:
     check(parse(argv_of(command | changes)))
-
-
-def test_asynchronous_training_has_no_step_beside_upstreams_plan(
-    command: dict[str, Any], refused: Callable[..., str]
-) -> None:
-    asynchronous = {"--algo.advantage.estimator": "group_norm", "--train.async_enable": True}
-    rows = {"--rollout.batch_size": 4, "--rollout.n_samples_per_prompt": 4, "--train.batch_size": 24}
-    assert refused(asynchronous | rows).startswith("Expected --train.batch_size to divide a rollout's 16 rows")
-    check(parse(argv_of(command | asynchronous | rows | {"--train.batch_size": 8})))
-    assert "a rollout's 4 rows" in refused(asynchronous | rows | {"--rollout.vllm_generate_batch_size": 1})
 
 
 @pytest.mark.parametrize("flag", ["--ckpt.output_dir", "--ckpt.path"])

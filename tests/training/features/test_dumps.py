@@ -69,6 +69,7 @@ class Run:
         self.dumper = RolloutDumper(args)
         self.maker = maker(ExperienceMaker, args, batch, monkeypatch, features=[*features, self.dumper])
         self.ranks = [Rank(), Rank()]
+        self.rollout = Rows([], 0, False)
         self.models = SimpleNamespace(actor=SimpleNamespace(_actor_handlers=self.ranks))
         self._rows = batch.rows()
         monkeypatch.setattr(module, "ray", SimpleNamespace(get=lambda values: values))
@@ -76,7 +77,7 @@ class Run:
 
     def make(self, step: int, rows: Sequence[Row] | None = None) -> list[Experience]:
         """The experiences of ``step``."""
-        self.step = step - 1
+        self.step = self.rollout.version = step - 1
         return self.maker.make(rows or self._rows)
 
 

@@ -33,7 +33,6 @@ def choose(*argv: str) -> str:
     ("changes", "message"),
     [
         ({"--algo.advantage.estimator": "group_norm"}, "--algo.advantage.estimator group_norm reads no entropies"),
-        ({"--train.async_enable": True}, "--train.async_enable uses OpenRLHF's own controller"),
         ({"--rollout.top_p": 0.9}, "--rollout.top_p 0.9 cuts the distribution"),
         ({"--data.max_images_per_prompt": 2}, "with --data.max_images_per_prompt 2, image tokens lie between"),
         (FP8, "--megatron.fp8_audit_steps 5 compares the actor's forward"),

@@ -41,6 +41,10 @@ def check_dumps(args: SimpleNamespace, model: Model) -> None:
             args.data.max_images_per_prompt,
             f"{combined} --data.max_images_per_prompt, since dumps hold no images; leave one of them out.",
         ),
+        (
+            args.train.async_enable,
+            f"{combined} --train.async_enable, as there is nothing to sample; leave one of them out.",
+        ),
     )
     vocabulary = vocabulary_digest(model.tokenizer)
     try:

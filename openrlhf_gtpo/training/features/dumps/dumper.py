@@ -107,7 +107,7 @@ class RolloutDumper(ControllerFeature):
         return {
             "openrlhf_gtpo": __version__,
             "step": step,
-            "policy_version": step - 1,  # the steps that the sampling policy was trained for
+            "policy_version": self._run.rollout.version,  # the steps that the sampling policy was trained for
             "model": str(args.actor.model_name_or_path),
             "seed": args.train.seed,
             "temperature": args.rollout.temperature,

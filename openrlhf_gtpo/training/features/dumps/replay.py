@@ -25,11 +25,10 @@ class ReplayedSampler:
     Attributes:
         step: the step of the dump returned last.
         max_steps: optimizer steps of the dumped run, from which its learning rates follow.
-        drawn, exhausted: as in ``Sampler``.
+        drawn: as in ``Sampler``.
     """
 
     drawn = step = 0
-    exhausted = False
 
     def __init__(self, args: SimpleNamespace) -> None:
         self._args = args

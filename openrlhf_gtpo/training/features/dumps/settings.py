@@ -15,7 +15,6 @@ DUMPS = Group(
             "write every N-th step's rollouts to 'rollouts' in --ckpt.path, for cli.view; 0 never",
             metavar="N",
             bounds=Bounds(at_least=0),
-            synchronous=True,
         ),
         Setting(
             "logger.dump_rows",
@@ -54,7 +53,6 @@ REPLAY = Group(
             None,
             "train on what --logger.dump_rollouts wrote to DIR, a step per dump, without engines, prompts or rewards",
             metavar="DIR",
-            synchronous=True,
         ),
     ),
     ignored=(

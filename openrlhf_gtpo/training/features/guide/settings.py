@@ -49,7 +49,6 @@ GUIDE = Group(
             "algo.guide.model_name_or_path",
             None,
             "checkpoint of the guide, a frozen policy with the same tokenizer that samples part of each group",
-            synchronous=True,
         ),
         Setting(
             "algo.guide.fraction",

@@ -23,10 +23,10 @@ def choose_entropy(args: SimpleNamespace) -> None:
     steps = count_steps(rows, args.train.batch_size) * args.train.max_epochs
     if rollout.entropy != "actor":
         asked, rollout.entropy = rollout.entropy, "sampler"
-        why = _why_not(args)
-        if why and asked == "sampler":
-            raise UsageError(f"--rollout.entropy sampler cannot work here: {why}; leave it out.")
-        if not why and always_forwards(args, rows):
+        why = impossible = _why_not(args)
+        if impossible and asked == "sampler":
+            raise UsageError(f"--rollout.entropy sampler cannot work here: {impossible}; leave it out.")
+        if not impossible and always_forwards(args, rows):
             why = f"the {steps} optimizer steps of a rollout need its log-probs (--rollout.log_probs)"
             if rollout.joined_by:
                 why = f"rows that train with a rollout's ({rollout.joined_by}) need its log-probs"
@@ -37,7 +37,7 @@ def choose_entropy(args: SimpleNamespace) -> None:
             why = f"the old-policy forward is done all the same: {why}"
         if why and asked == "sampler":
             print(f"--rollout.entropy sampler saves no time: {why}.", file=sys.stderr)
-        elif why:
+        elif impossible or why and not args.train.async_enable:  # whose actor is a later policy
             print(f"--rollout.entropy auto takes the actor's entropies: {why}.", file=sys.stderr)
             rollout.entropy = "actor"
     if rollout.log_probs == "sampler":
@@ -58,7 +58,6 @@ def _why_not(args: SimpleNamespace) -> str | None:
             not captures_entropy(args),
             f"--algo.advantage.estimator {estimator} reads no entropies, and there is no --logger.entropy_enable",
         ),
-        (args.train.async_enable, "--train.async_enable uses OpenRLHF's own controller"),
         (args.rollout.top_p != 1, f"--rollout.top_p {args.rollout.top_p:g} cuts the distribution that entropies need"),
         (images > 0, f"with --data.max_images_per_prompt {images}, image tokens lie between the sampled ones"),
         (args.rollout.forward_for is not None, args.rollout.forward_for),

@@ -12,7 +12,6 @@ SPIKES = Group(
             "stop without saving if loss, KL or gradient norm is this many deviations above that of the last 50 "
             "steps; 0 never",
             bounds=Bounds(at_least=0),
-            synchronous=True,
             page="openrlhf.md#what-is-not-finite",
         ),
     ),

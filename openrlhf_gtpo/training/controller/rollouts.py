@@ -1,0 +1,166 @@
+"""What the steps of a run are trained on, in order: sampled when a step asks for it, or ahead of it
+(``--train.async_enable``).
+
+Ahead, a thread has the engines sample the next rollout while the policy trains on this one. Weights are sent when that
+rollout is complete (``drain``). So all of its rows are of one policy, that of one step before, and what is sampled
+follows from weights, prompts and seeds, whatever takes how long.
+"""
+
+import dataclasses
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.training.rollout.packed import pack, unpack
+from openrlhf_gtpo.training.rows import Rollout
+
+if TYPE_CHECKING:
+    from openrlhf_gtpo.training.controller.controller import Controller
+
+_AHEAD = "rollouts_ahead"  # in a checkpoint
+_NUMBERS = ("prompts", "exhausted", "passed", "tokens", "dropped", "version", "seconds")  # of a rollout
+
+
+class Rollouts:
+    """The rollouts of a run.
+
+    Args:
+        run: has the sampler, and sends weights.
+        ahead: whether the next rollout is sampled while a step trains.
+    """
+
+    def __init__(self, run: "Controller", ahead: bool) -> None:
+        self._run, self.ahead = run, ahead
+        self._thread: threading.Thread | None = None
+        self._busy = 0.0
+        self._episodes = 0  # of which the thread has not come to the end
+        self._ready: list[Rollout] = []  # complete, and not trained on
+        self._under_way: Future[list[Rollout]] | None = None
+        self._changed = threading.Condition()
+        self._lacks_engines = False
+
+    def begin(self, episodes: int) -> None:
+        """``episodes`` follow, in which those begin that are ready."""
+        self._episodes = episodes - sum(rollout.exhausted for rollout in self._ready)
+
+    def next(self) -> Rollout:
+        """The next step's rollout; one without rows ends an episode.
+
+        Raises:
+            Exception: what the sampler raised, on whichever thread.
+        """
+        if not self.ahead:
+            return self._sample()
+        while not self._ready:
+            self._begin_next()
+            self.drain()
+            if self._lacks_engines:  # and no step is going to send weights
+                self._run.send_weights()
+        rollout = self._ready.pop(0)
+        if not self._ready and self._episodes > 0 and all(each.may_sample_ahead() for each in self._run.features):
+            self._begin_next()
+        return rollout
+
+    def drain(self) -> None:
+        """Wait until no engine samples: the rollout ahead is complete, or waits for an engine that has weights.
+
+        Raises:
+            Exception: what the sampler raised.
+        """
+        if self._under_way is None:
+            return
+        under_way = self._under_way
+        with self._changed:
+            self._changed.wait_for(lambda: under_way.done() or self._lacks_engines)
+        if not under_way.done():
+            return
+        self._under_way = None
+        if under_way.exception() is not None:
+            self._run.complete_checkpoint()
+        self._ready += under_way.result()
+
+    def wait_for_weights(self) -> None:
+        """On the thread that samples: wait until weights are sent, because no engine is left."""
+        with self._changed:
+            self._lacks_engines = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._lacks_engines)
+
+    def weights_sent(self) -> bool:
+        """The engines have the version's weights: a rollout that waited for them is completed before anything else.
+        False if it waits again, because these engines died too."""
+        if self._lacks_engines:
+            with self._changed:
+                self._lacks_engines = False
+                self._changed.notify_all()
+            self.drain()
+        return not self._lacks_engines
+
+    def is_on_thread(self) -> bool:
+        """Whether the caller is on the thread that samples ahead."""
+        return threading.current_thread() is self._thread
+
+    def take_busy(self) -> float:
+        """Seconds that the engines have sampled since the last call. None may sample now."""
+        busy, self._busy = self._busy, 0.0
+        return busy
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: what is sampled and not trained on. Labels, which the rewards have read, are left out."""
+        assert self._under_way is None, "engines sample"
+        packed = []
+        for rollout in self._ready:
+            numbers = {name: getattr(rollout, name) for name in _NUMBERS}
+            rows = {
+                name: pack([dataclasses.replace(row, label=None) for row in getattr(rollout, name)])
+                for name in ("rows", "others")
+            }
+            packed.append(numbers | rows)
+        return {_AHEAD: packed} if packed else {}
+
+    def restore(self, state: Mapping[str, Any]) -> int:
+        """Take up what :meth:`state` returned; the prompts that were drawn for it.
+
+        Raises:
+            TrainingStopped: this run does not train on a rollout of an earlier policy, and so would leave it out.
+        """
+        if _AHEAD in state and not self.ahead:
+            raise TrainingStopped(
+                "The checkpoint is of a run with --train.async_enable, and holds a rollout that was sampled ahead; "
+                "give that flag to go on from it."
+            )
+        self._ready = [
+            Rollout(**each | {name: unpack(each[name]) for name in ("rows", "others")})
+            for each in state.get(_AHEAD, ())
+        ]
+        return sum(rollout.prompts for rollout in self._ready)
+
+    def _begin_next(self) -> None:
+        if self._under_way is None:
+            assert self._episodes > 0, "no prompt is left"
+            self._under_way = Future()
+            self._thread = threading.Thread(target=self._sample_next, args=(self._under_way,), daemon=True)
+            self._thread.start()
+
+    def _sample_next(self, under_way: "Future[list[Rollout]]") -> None:
+        """On the thread: a rollout, and before it those without rows, after which an episode begins."""
+        rollouts: list[Rollout] = []
+        try:
+            while self._episodes > 0 and not (rollouts and rollouts[-1].rows):
+                rollouts.append(self._sample())
+                self._episodes -= rollouts[-1].exhausted
+            under_way.set_result(rollouts)
+        except BaseException as error:  # the controller's thread raises it
+            under_way.set_exception(error)
+        with self._changed:
+            self._changed.notify_all()
+
+    def _sample(self) -> Rollout:
+        version, began = self._run.version, time.perf_counter()
+        rollout: Rollout = self._run.sampler.sample()
+        rollout.version, rollout.seconds = version, time.perf_counter() - began
+        self._busy += rollout.seconds
+        return rollout

@@ -1,0 +1,61 @@
+"""Rows as flat tensors, for a checkpoint: it loads tensors and plain values alone, and upstream prints what it loads,
+tensors in few words."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from openrlhf_gtpo.token_values import TokenValues
+from openrlhf_gtpo.training.rows import Row
+
+# What a row has for each token (17 bytes of it), and what it has once.
+_COLUMNS = {"tokens": np.int32, "mask": np.bool_, "log_probs": np.float32}
+_COLUMNS |= {f"values.{name}": np.float32 for name in TokenValues._fields}
+_ONCE = ("prompt", "label", "number", "reward", "score", "truncated", "logs", "off_policy", "weight", "metrics")
+
+
+def pack(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    """Tensors with all of ``rows``: each column of their tokens, one row after the other, and JSON of the rest.
+
+    Raises:
+        TypeError: a label is not JSON's.
+    """
+    assert not any(row.images or row.image_inputs for row in rows), "images have no place in a checkpoint"
+    columns: dict[str, list[np.ndarray]] = {name: [] for name in _COLUMNS}
+    rest = []
+    for row in rows:
+        present = []
+        for name, column in _columns(row).items():
+            if column is not None:
+                columns[name].append(np.asarray(column, dtype=_COLUMNS[name]))
+                present.append(name)
+        dtype = None if row.reward_dtype is None else str(row.reward_dtype).removeprefix("torch.")
+        own = {name: getattr(row, name) for name in _ONCE}
+        rest.append(own | {"reward_dtype": dtype, "length": len(row.tokens), "columns": present})
+    packed = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in columns.items() if parts}
+    return packed | {"rest": torch.frombuffer(bytearray(json.dumps(rest).encode()), dtype=torch.uint8)}
+
+
+def unpack(packed: Mapping[str, torch.Tensor]) -> list[Row]:
+    """The rows that :func:`pack` was given."""
+    rows, place = [], dict.fromkeys(_COLUMNS, 0)
+    for own in json.loads(packed["rest"].numpy().tobytes()):
+        length, dtype, columns = own.pop("length"), own.pop("reward_dtype"), {}
+        for name in own.pop("columns"):
+            columns[name] = packed[name][place[name] : place[name] + length].numpy()
+            place[name] += length
+        values = [columns.pop(f"values.{name}", None) for name in TokenValues._fields]
+        columns["tokens"] = columns["tokens"].astype(np.int64)
+        row: dict[str, Any] = {"log_probs": None} | own | columns
+        row["values"] = None if values[0] is None else TokenValues(*values)
+        row["reward_dtype"] = None if dtype is None else getattr(torch, dtype)
+        rows.append(Row(**row))
+    return rows
+
+
+def _columns(row: Row) -> dict[str, Any]:
+    values = (None, None) if row.values is None else row.values
+    return dict(zip(_COLUMNS, (row.tokens, row.mask, row.log_probs, *values), strict=True))

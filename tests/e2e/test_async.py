@@ -1,0 +1,50 @@
+"""A whole asynchronous run (``--train.async_enable``) is killed and goes on: through Ray, vLLM and Megatron, the
+rollout that was sampled ahead is in the checkpoint. ``benchmarks/reliability/resume_exact.py`` compares more of it.
+"""
+
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from openrlhf_gtpo.report import names
+from openrlhf_gtpo.report.metrics import read_runs
+from tests.e2e.conftest import ROOT
+
+STEPS, KILLED_AFTER = 5, 3
+
+
+def steps(output: Path) -> list[dict[str, Any]]:
+    """Of the last start, in order."""
+    with suppress(OSError, ValueError):
+        return [row for row in read_runs(output / "metrics.jsonl")[-1] if row["kind"] == names.KIND_TRAIN]
+    return []
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_an_asynchronous_run_goes_on_with_the_rollout_that_was_ahead(tmp_path: Path) -> None:
+    script = str(ROOT / "examples" / "scripts" / "quickstart.sh")
+    command = ["bash", script, "--smoke", "--steps", str(STEPS), "--backend", "megatron", "--output", str(tmp_path)]
+    flags = ["--train.async_enable", "--algo.advantage.is_correction_level", "token"]
+    flags += ["--rollout.entropy_audit_steps", "0"]  # which would have the engines wait for the trainer
+
+    first = psutil.Popen([*command, "--", *flags])
+    while len(steps(tmp_path)) < KILLED_AFTER:
+        assert first.poll() is None
+        time.sleep(0.1)
+    for process in [first, *first.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    first.wait()
+    assert [row[names.STALENESS_MEAN] for row in steps(tmp_path)][:3] == [0, 1, 1]
+
+    assert psutil.Popen([*command, "--resume", "--", *flags]).wait() == 0
+    again = steps(tmp_path)
+    assert again[-1]["step"] == STEPS and KILLED_AFTER <= again[0]["step"] <= STEPS
+    assert {row[names.STALENESS_MEAN] for row in again} == {1}, "the first one's rollout is the checkpoint's"
+    assert all(row[names.IDLE_TRAINER] < row[names.TIMING_STEP_WALL] for row in again)
