@@ -79,6 +79,7 @@ source "$preset_file"
 ALGORITHM="${ALGORITHM:-gtpo}"         # gtpo, grpo_s, grpo, dapo, gspo, dr_grpo, rloo, forking_tokens, entropy_bonus
 SURROGATE="${SURROGATE:-}"             # cispo, sapo, gmpo, gspo_token, clip_cov, kl_cov, stare, hapo, htpo; empty for the algorithm's own
 PLACEMENT="${PLACEMENT:-colocated}"    # colocated, split
+ASYNC="${ASYNC:-}"                     # 1, with split: engines sample the next rollout while this one trains; empty: in turn
 GUIDE="${GUIDE:-}"                     # a stronger model that samples too, on GPUs as PLACEMENT says; empty: none
 GUIDE_FRACTION="${GUIDE_FRACTION:-0.25}" # of each prompt's responses
 GUIDE_STEPS="${GUIDE_STEPS:-0}"        # over which that falls to zero; 0: never
@@ -143,6 +144,8 @@ done
 [[ "$ALGORITHM" =~ ^(gtpo|grpo_s|grpo|dapo|gspo|dr_grpo|rloo|forking_tokens|entropy_bonus)$ ]] || refuse "ALGORITHM is '$ALGORITHM'; it must be gtpo, grpo_s, grpo, dapo, gspo, dr_grpo, rloo, forking_tokens or entropy_bonus."
 [[ "$SURROGATE" =~ ^(cispo|sapo|gmpo|gspo_token|clip_cov|kl_cov|stare|hapo|htpo)?$ ]] || refuse "SURROGATE is '$SURROGATE'; it must be cispo, sapo, gmpo, gspo_token, clip_cov, kl_cov, stare, hapo or htpo, or empty for the algorithm's own."
 [[ "$PLACEMENT" == colocated || "$PLACEMENT" == split ]] || refuse "PLACEMENT is '$PLACEMENT'; it must be colocated or split."
+[[ "$ASYNC" =~ ^1?$ ]] || refuse "ASYNC is '$ASYNC'; it must be 1 or empty."
+[[ -z "$ASYNC" || "$PLACEMENT" == split ]] || refuse "ASYNC=1 needs PLACEMENT=split: colocated engines take turns with the trainer."
 [[ "$FP8" =~ ^(hybrid|e4m3|emulated)?$ ]] || refuse "FP8 is '$FP8'; it must be hybrid or e4m3, or empty for BF16."
 [[ "$FP8_RECIPE" =~ ^(blockwise|tensorwise|delayed)$ ]] || refuse "FP8_RECIPE is '$FP8_RECIPE'; it must be blockwise, tensorwise or delayed."
 [[ "$FP8_PARAM" =~ ^1?$ ]] || refuse "FP8_PARAM is '$FP8_PARAM'; it must be 1 or empty."
@@ -150,6 +153,7 @@ done
 with_entropies='^(gtpo|grpo_s|forking_tokens|entropy_bonus)$'
 [[ "$audit" == 0 || -n "$FP8" && "$ALGORITHM" =~ $with_entropies ]] ||
     refuse "FP8_AUDIT_STEPS=$audit compares what FP8 and BF16 make of the entropies; it needs FP8, such as FP8=hybrid, and gtpo, grpo_s, forking_tokens or entropy_bonus as ALGORITHM."
+[[ -z "$ASYNC" || "$audit" == 0 ]] || refuse "FP8_AUDIT_STEPS=$audit audits the actor's entropies; with ASYNC=1 they are the sampler's."
 [[ -n "$GUIDE" || -z "$guided" ]] ||
     refuse "GUIDE_FRACTION, GUIDE_STEPS, GUIDE_ENGINES, GUIDE_TENSOR_PARALLEL and RESCUE_BATCH need GUIDE, the model that guides."
 [[ "$RECOMPUTE" =~ ^(none|selective|full)$ ]] || refuse "RECOMPUTE is '$RECOMPUTE'; it must be none, selective or full."
@@ -237,6 +241,12 @@ rollout_args=(
     --vllm.max_num_batched_tokens "$VLLM_MAX_NUM_BATCHED_TOKENS"
     --vllm.enable_prefix_caching
 )
+if [[ -n "$ASYNC" ]]; then
+    level=token
+    [[ ! "$ALGORITHM" =~ ^(grpo_s|gspo)$ ]] || level=seq # as their ratio
+    rollout_args+=(--train.async_enable --algo.advantage.is_correction_level "$level")
+    [[ ! "$ALGORITHM" =~ $with_entropies ]] || rollout_args+=(--rollout.entropy sampler)
+fi
 # --rollout.entropy sampler              no old-policy forward, if a rollout has one optimizer step
 # --vllm.sync_bucket_mb 1024             larger buckets for the weight transfer
 # --vllm.sync_checksum                   prove that every weight arrived

@@ -31,7 +31,8 @@ _parsed = functools.cache(_arguments)  # for tests that only read them
 
 
 def test_there_are_the_presets_that_the_documents_name() -> None:
-    gtpo = ["gtpo_32b", "gtpo_colocated", "gtpo_guided_split", "gtpo_one_gpu", "gtpo_split"]
+    gtpo = ["gtpo_32b", "gtpo_32b_async", "gtpo_async", "gtpo_colocated", "gtpo_guided_split", "gtpo_one_gpu"]
+    gtpo += ["gtpo_split"]
     assert PRESETS == ["dapo_colocated", "grpo_colocated", "grpo_s_colocated", "grpo_s_split", *gtpo]
 
 
@@ -48,7 +49,8 @@ def test_a_preset_is_a_comment_and_assignments_that_the_environment_overrides(pr
 
 def test_the_names_of_the_last_release_are_links() -> None:
     links = [path for path in SCRIPTS.glob("train_*.sh") if path.is_symlink()]
-    assert sorted(link.name for link in links) == [f"train_{preset}.sh" for preset in PRESETS]
+    then = [preset for preset in PRESETS if not preset.endswith("_async")]
+    assert sorted(link.name for link in links) == [f"train_{preset}.sh" for preset in then]
     assert {link.readlink() for link in links} == {Path("train.sh")}
     assert resolved("train_gtpo_32b.sh", "--cpu") == resolved("train.sh", "gtpo_32b", "--cpu")
 
@@ -156,6 +158,17 @@ def test_colocated_engines_fill_the_gpus_of_all_nodes() -> None:
         ("gtpo_split", {"NODES": "2"}, 4),
     ):
         assert _arguments(preset, **settings).vllm.num_engines == engines
+
+
+@pytest.mark.parametrize("preset", ["gtpo_async", "gtpo_32b_async"])
+def test_an_asynchronous_preset_is_the_split_one_with_the_entropies_of_the_policy_that_sampled(preset: str) -> None:
+    args, in_turn = _parsed(preset), _arguments(preset, ASYNC="")
+    assert (args.train.async_enable, args.rollout.entropy) == (True, "sampler") and not args.train.colocate_all
+    assert (in_turn.train.async_enable, in_turn.rollout.entropy) == (False, "actor")
+    levels = {
+        name: _arguments(preset, ALGORITHM=name).algo.advantage.is_correction_level for name in ("gtpo", "grpo_s")
+    }
+    assert levels == {"gtpo": "token", "grpo_s": "seq"}
 
 
 def test_the_environment_and_flags_of_the_trainer_win() -> None:
