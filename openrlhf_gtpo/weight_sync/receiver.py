@@ -40,13 +40,14 @@ class WeightReceiver:
     rank: int  # in its engine
     device: torch.device
     model_runner: Any
+    weights_version = 0  # of the last complete transfer, as the trainer counts them
 
     def join_weight_group(self, host: str, port: int, rank_offset: int, world_size: int) -> None:
         """Join the trainer's broadcast group as rank ``rank_offset`` + this worker's rank in its engine."""
         rank = rank_offset + self.rank
         self._broadcast = transports.join(host, port, rank, world_size, self.device)
 
-    def receive_weights(self, buckets: list[Bucket], sync_checksum: bool) -> Receipt | None:
+    def receive_weights(self, buckets: list[Bucket], sync_checksum: bool, version: int) -> Receipt | None:
         """Take every broadcast bucket in turn and load it. ``buckets`` lists the whole model, in wire order.
 
         At most two buckets are held at a time, and on CPU also the layers that are not complete. Returns what arrived
@@ -57,10 +58,11 @@ class WeightReceiver:
         self._load(incoming, arrivals)
         for _ in incoming:  # a loader that stops early must not leave the trainer waiting
             pass
+        self.weights_version = version
         return arrivals.receipt() if arrivals else None
 
     def receive_bucket(
-        self, bucket: Bucket, handles: dict[str, bytes], index: int, count: int, sync_checksum: bool
+        self, bucket: Bucket, handles: dict[str, bytes], index: int, count: int, sync_checksum: bool, version: int
     ) -> Receipt | None:
         """Take bucket ``index`` of ``count`` from the memory that a trainer process on this GPU, or host, has filled.
 
@@ -88,6 +90,7 @@ class WeightReceiver:
         del self._sync
         if self.device.type == "cpu":
             self._load(sync.kept, sync.arrivals)
+        self.weights_version = version
         return sync.arrivals.receipt() if sync.arrivals else None
 
     def _is_news(self, record: logging.LogRecord) -> bool:

@@ -76,15 +76,15 @@ class WeightSender:
         _results([joined, *joining])
         self._broadcast = joined.result()
 
-    def send(self, weights: Weights, sync_checksum: bool = False) -> None:
-        """Send the whole model; other ranks that share it call :func:`gather` meanwhile.
+    def send(self, weights: Weights, sync_checksum: bool = False, version: int = 0) -> None:
+        """Send the whole model, of that ``version``; other ranks that share it call :func:`gather` meanwhile.
 
         An engine's exception, or its death, is passed on.
 
         Raises:
             WeightSyncError: with ``sync_checksum``, an engine's checksums differ from those of the tensors sent.
         """
-        receiving = [engine("receive_weights", weights.buckets, sync_checksum) for engine in self._engines]
+        receiving = [engine("receive_weights", weights.buckets, sync_checksum, version) for engine in self._engines]
         # An engine that has failed takes no more buckets, and nothing else would notice.
         check = partial(_raise_failure, receiving)
         sent: dict[str, torch.Tensor] = {}
@@ -132,8 +132,8 @@ class ColocatedSender:
         self._exchange = exchange
         self._device = device
 
-    def send(self, weights: Weights, sync_checksum: bool = False) -> None:
-        """Send the whole model. Collective; a failure of any rank or engine is raised on every rank.
+    def send(self, weights: Weights, sync_checksum: bool = False, version: int = 0) -> None:
+        """Send the whole model, of that ``version``. Collective; what any rank or engine raises, every rank does.
 
         Raises:
             WeightSyncError: with ``sync_checksum``, an engine's checksums differ from those of the tensors sent.
@@ -170,7 +170,7 @@ class ColocatedSender:
             for index, bucket in enumerate(weights.buckets):
                 self._agree(partial(fill, index))
                 current = {where: pair[index % 2] for where, pair in handles.items()}
-                arguments = (bucket, current, index, len(weights.buckets), sync_checksum)
+                arguments = (bucket, current, index, len(weights.buckets), sync_checksum, version)
                 loading = [engine("receive_bucket", *arguments) for engine in self._engines]
             self._agree(finish)
         buffers.clear()

@@ -277,14 +277,14 @@ def test_an_engine_that_was_started_again_does_not_sample_before_it_has_the_weig
         for call in (engine.serves(), respond(engine)):
             with pytest.raises(EngineRestarted):
                 await call
-        await engine.receive_weights([], True)
+        await engine.receive_weights([], True, 1)
         await engine.serves()
         assert len(await respond(engine)) == 1
         engine._has_old_weights = True
-        await engine.receive_bucket([], {}, 0, 2, True)
+        await engine.receive_bucket([], {}, 0, 2, True, 1)
         with pytest.raises(EngineRestarted):
             await engine.serves()
-        await engine.receive_bucket([], {}, 1, 2, True)
+        await engine.receive_bucket([], {}, 1, 2, True, 1)
         await engine.serves()
 
     asyncio.run(story())

@@ -60,7 +60,7 @@ class Actor:
             if method == "__ray_ready__":
                 return SimpleNamespace(future=started)
             self.asked.append(method)
-            self.sync_checksums.append(args[-1])
+            self.sync_checksums.append(args[-2])
             return SimpleNamespace(future=lambda: self.engine(method, *args))
 
         return SimpleNamespace(remote=remote)
@@ -105,11 +105,12 @@ def test_every_engine_gets_the_policy(
         parameter.data.normal_()
     for actor in actors:
         actor.asked.clear()
-    trainer.broadcast_to_vllm()
+    trainer.broadcast_to_vllm(version=3)
     expected = [(name, p.bfloat16().flatten().tolist(), tuple(p.shape)) for name, p in policy.named_parameters()]
     for actor in actors:
         assert set(actor.asked) == {TRANSPORT[argv]}
         assert actor.engine("holds").result(60)[0] == expected
+        assert actor.engine("version").result(60) == [3]
 
 
 @pytest.mark.parametrize("argv", [(), ("--train.colocate_all",)], ids=["broadcast", "colocated"])

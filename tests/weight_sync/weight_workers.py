@@ -70,6 +70,9 @@ class Worker(PlainWorker):
     def holds(self) -> list[tuple[str, list[float], tuple[int, ...]]]:
         return [(name, w.flatten().tolist(), tuple(w.shape)) for name, w in self.model.named_parameters()]
 
+    def version(self) -> int:
+        return self.weights_version
+
     def _load(self, weights: Pairs, arrivals: Any) -> None:
         super()._load(self._corrupted(weights), arrivals)
 

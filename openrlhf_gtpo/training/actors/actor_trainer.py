@@ -174,8 +174,11 @@ class ActorTrainer(ActorPPOTrainer):
             wait_for_engines(self.vllm_engines)
             self._init_vllm_sync_group("")  # Ray's transfer reads the backend, and no engine restarts with it
 
-    def broadcast_to_vllm(self) -> None:
+    def broadcast_to_vllm(self, version: int = 0) -> None:
         """Send every parameter that upstream would, in buckets, or with Ray's transfer as upstream does.
+
+        Args:
+            version: of the weights, which tokens with the sampler's values carry; Ray's transfer leaves it out.
 
         Raises:
             Restartable: an engine did not get what was sent.
@@ -185,13 +188,13 @@ class ActorTrainer(ActorPPOTrainer):
             return
         torch.cuda.empty_cache()
         try:
-            self._send()
+            self._send(version)
         except WeightSyncError as error:
             raise Restartable(str(error)) from error
         torch.cuda.empty_cache()
         torch_dist_barrier_and_cuda_sync()
 
-    def _send(self) -> None:
+    def _send(self, version: int) -> None:
         weights = self._weights_to_send()
         device = torch.device(torch.cuda.current_device())
         first = torch.distributed.get_rank() == 0
@@ -200,9 +203,9 @@ class ActorTrainer(ActorPPOTrainer):
         self._rejoined = False
         if self._colocated:
             engines = self._engines() if first else []
-            ColocatedSender(engines, all_gather_objects, device).send(weights, sync_checksum)
+            ColocatedSender(engines, all_gather_objects, device).send(weights, sync_checksum, version)
         elif first:
-            self._broadcaster.send(weights, sync_checksum)
+            self._broadcaster.send(weights, sync_checksum, version)
         else:
             gather(weights, device)
 

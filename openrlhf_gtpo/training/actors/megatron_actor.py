@@ -124,11 +124,11 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
             self.trainer.replay_buffer.clear()
         return status
 
-    def broadcast_to_vllm(self) -> None:
+    def broadcast_to_vllm(self, version: int = 0) -> None:
         """See ``ActorTrainer``."""
         with self.peaks.phase(names.BROADCAST):
             self.offload.restore(optimizer=False)
-            self.trainer.broadcast_to_vllm()
+            self.trainer.broadcast_to_vllm(version)
         self._rest()  # the engines generate next
 
     def reload_states(self) -> None:

@@ -87,10 +87,10 @@ class MegatronActorTrainer(ActorTrainer):
     def _weights(self) -> FullWeights:
         return FullWeights(self.model, self.args.vllm.sync_bucket_mb * 2**20)
 
-    def _send(self) -> None:
+    def _send(self, version: int) -> None:
         # Other replicas have the same weights, and serve only the engines on their own GPUs.
         if self._colocated or is_first_replica():
-            super()._send()
+            super()._send(version)
 
     def _weights_to_send(self) -> FullWeights:
         return self._weights

@@ -173,9 +173,9 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
         with self.peaks.phase(names.PPO_TRAIN):
             return super().fit(kl_ctl)
 
-    def broadcast_to_vllm(self) -> None:
+    def broadcast_to_vllm(self, version: int = 0) -> None:
         with self.peaks.phase(names.BROADCAST):
-            super().broadcast_to_vllm()
+            self.trainer.broadcast_to_vllm(version)
 
     def save_model(self) -> None:
         """Like upstream's, but retried if the model cannot be written."""

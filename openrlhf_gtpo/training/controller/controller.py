@@ -242,7 +242,8 @@ class Controller:
         return status
 
     def send_weights(self) -> None:
-        """Send the policy's weights to the engines, including those that were restarted.
+        """Send the policy's weights to the engines, including those that were restarted. Their version is the last
+        step.
 
         Raises:
             TrainingStopped: more engines died than the run allows.
@@ -257,7 +258,7 @@ class Controller:
             self._show(names.BROADCAST)
             if self.args.vllm.enable_sleep:  # the key-value cache follows when engines sample
                 batch_vllm_engine_call(self.engines.serving, "wake_up", tags=["weights"])
-            ray.get(self.models.actor.async_run_method(method_name="broadcast_to_vllm"))
+            ray.get(self.models.actor.async_run_method(method_name="broadcast_to_vllm", version=self.step))
         except ray.exceptions.RayError:
             self.engines.check()  # which names the engine, if the run stops because of it
             raise

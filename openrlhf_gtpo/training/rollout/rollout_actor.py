@@ -250,18 +250,18 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         """See ``WeightReceiver.join_weight_group``; one result per worker, here and below."""
         return await self.llm.collective_rpc("join_weight_group", args=args)
 
-    async def receive_weights(self, buckets: list[Bucket], sync_checksum: bool) -> list[Receipt | None]:
+    async def receive_weights(self, buckets: list[Bucket], sync_checksum: bool, version: int) -> list[Receipt | None]:
         """See ``WeightReceiver.receive_weights``."""
-        receipts = await self.llm.collective_rpc("receive_weights", args=(buckets, sync_checksum))
+        receipts = await self.llm.collective_rpc("receive_weights", args=(buckets, sync_checksum, version))
         await self._forget_prefixes()
         self._has_old_weights = False
         return receipts
 
     async def receive_bucket(
-        self, bucket: Bucket, handles: dict[str, bytes], index: int, count: int, sync_checksum: bool
+        self, bucket: Bucket, handles: dict[str, bytes], index: int, count: int, sync_checksum: bool, version: int
     ) -> list[Receipt | None]:
         """See ``WeightReceiver.receive_bucket``."""
-        arguments = (bucket, handles, index, count, sync_checksum)
+        arguments = (bucket, handles, index, count, sync_checksum, version)
         receipts = await self.llm.collective_rpc("receive_bucket", args=arguments)
         if index + 1 == count:
             await self._forget_prefixes()

@@ -40,7 +40,7 @@ class Actors(Group):
         self.log.append("train")
         return super().fit(kl_ctl)
 
-    def broadcast_to_vllm(self) -> None:
+    def broadcast_to_vllm(self, version: int) -> None:
         self.log.append("send")
 
 
@@ -146,9 +146,9 @@ def test_engines_sample_while_a_step_trains_and_not_while_weights_are_sent(
         trains.set()
         return fit(kl_ctl)
 
-    def sent() -> None:
+    def sent(version: int) -> None:
         assert len(ended) > len(run.actors.trained) or run.actors.trained[3:], "a rollout is under way"
-        send()
+        send(version)
 
     run.controller.sampler.sample, run.actors.fit, run.actors.broadcast_to_vllm = sampled, fitted, sent
     run.controller.fit()
