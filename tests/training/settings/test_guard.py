@@ -81,6 +81,21 @@ def test_every_name_that_is_relied_on_is_looked_for(installed: Path, module: str
     assert any(wanted.partition("(")[0] in refusal() for wanted in RELIED_ON[module])
 
 
+def test_a_scheduler_of_vllm_that_changed_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert guard.why_no_scheduler() is None
+    for module, names in guard.VLLM_SCHEDULER.items():
+        changed = tmp_path / "changed.py"
+        changed.write_text(guard.source_path(module).read_text().replace("self, ", "self, more, "))
+        monkeypatch.setattr(guard, "VLLM_SCHEDULER", {module: names})
+        with monkeypatch.context() as patched:
+            patched.setattr(guard, "source_path", lambda module, changed=changed: changed)
+            guard.signatures.cache_clear()
+            found = guard.why_no_scheduler()
+        assert (found is None) == (names == ("AsyncScheduler",))
+    monkeypatch.setattr(guard.metadata, "version", lambda name: "0.30.1")
+    assert guard.why_no_scheduler() == "only the schedulers of vLLM 0.29 are known, and vLLM 0.30.1 is installed"
+
+
 def test_few_names_go_without_their_parameters() -> None:
     """Without parameters only the name is checked, which a slip of the pen could extend to every entry."""
     bare = [wanted for names in RELIED_ON.values() for wanted in names if not wanted.endswith(")")]
