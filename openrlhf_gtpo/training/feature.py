@@ -16,7 +16,8 @@ if TYPE_CHECKING:  # the driver refuses a command line before anything heavy is 
     from openrlhf_gtpo.training.checks.model import Model
     from openrlhf_gtpo.training.credit.loss import LossFeature
     from openrlhf_gtpo.training.credit.rollout_batch import RolloutBatch
-    from openrlhf_gtpo.training.rows import Request, Row
+    from openrlhf_gtpo.training.rollout.answers import Answer
+    from openrlhf_gtpo.training.rows import Row
     from openrlhf_gtpo.training.settings.setting import Group
 
 
@@ -124,20 +125,13 @@ class ControllerFeature:
 
 
 class EngineFeature:
-    """A feature's part in an engine's actor. Each response is made in a task of its own, with its own context
-    variables; an agent's tasks share them."""
+    """A feature's part in an engine's actor."""
 
     async def start(self, llm: Any) -> None:
         """vLLM has loaded its model."""
 
-    def on_response(self, request: "Request") -> None:
-        """A response to ``request`` is going to be made."""
-
     def on_request(self, params: Any) -> None:
-        """vLLM will be asked with ``params``, a copy for this call."""
+        """vLLM will be asked with ``params``, a copy for this call, on behalf of a response that is trained on."""
 
-    def on_answer(self, prompt: list[int], output: Any) -> None:
-        """vLLM has answered the tokens ``prompt``; ``output`` is its ``RequestOutput``."""
-
-    def on_row(self, row: "Row", response: dict[str, Any]) -> None:
-        """The response is complete."""
+    def on_row(self, row: "Row", response: dict[str, Any], answers: "Sequence[Answer] | None") -> None:
+        """The response is complete; ``answers`` are the engine's behind it, None if it is not trained on."""

@@ -50,6 +50,7 @@ class Row:
     image_inputs: Any = None  # what upstream's image processor made of them
     reward_dtype: torch.dtype | None = None  # in which success is decided; None: torch's for the number
     values: TokenValues | None = None  # (n,) each, from the policy's sampler; NaN where it has none
+    versions: np.ndarray | None = None  # (n,) int32, the steps of the weights that drew the actions; -1: not known
     off_policy: bool = False  # the row's ratio is to the engine's ``log_probs``, not to the old policy
     weight: float = 1.0  # of its advantages
     metrics: dict[str, float] = field(default_factory=dict)  # averaged over rows, and logged

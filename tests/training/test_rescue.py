@@ -98,7 +98,7 @@ def test_what_waits_is_in_a_checkpoint_that_runs_no_code(tmp_path: Any) -> None:
 class WithValues(EngineFeature):
     """Rows have values of the sampler's, as with --rollout.entropy sampler."""
 
-    def on_row(self, row: Row, response: dict[str, Any]) -> None:
+    def on_row(self, row: Row, response: dict[str, Any], answers: Any) -> None:
         row.values = TokenValues(np.zeros(2), np.zeros(2))
 
 

@@ -19,13 +19,13 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
 from openrlhf_gtpo.errors import TrainingStopped
-from openrlhf_gtpo.training.features.sampler_entropy.answers import ENTROPY_TAG, entropies
+from openrlhf_gtpo.training.features.sampler_entropy.answers import ENTROPY_TAG, entropies, versions
 from openrlhf_gtpo.training.features.sampler_entropy.engine import SamplerEntropyInEngine
 from openrlhf_gtpo.training.features.sampler_entropy.vllm_sampler import SamplerV2, capture, sampled_logprobs
 from openrlhf_gtpo.training.rows import Row
 from openrlhf_gtpo.training.settings import guard
 
-ROWS, VOCABULARY, TEMPERATURE = 5, 300, 0.7
+ROWS, VOCABULARY, TEMPERATURE, VERSION = 5, 300, 0.7, 7
 
 
 def metadata() -> SamplingMetadata:
@@ -54,7 +54,7 @@ def metadata() -> SamplingMetadata:
 def captured(sampler: Any) -> Any:
     """The sampler in a worker that was asked for entropies."""
     runner = SimpleNamespace(sampler=sampler, vllm_config=SimpleNamespace(speculative_config=None))
-    assert capture(runner, TEMPERATURE) is None
+    assert capture(runner, TEMPERATURE, lambda: VERSION) is None
     return sampler
 
 
@@ -70,6 +70,7 @@ def assert_said_of(tensors: Any, logits: torch.Tensor, sampled: torch.Tensor) ->
     torch.testing.assert_close(torch.tensor(said.logprobs[:, 0]).double(), log_probs, rtol=0, atol=2e-5)
     found = torch.tensor(entropies(said.sampled_token_ranks.tolist()))
     torch.testing.assert_close(found.double(), entropy, rtol=0, atol=2e-5)
+    assert versions(said.sampled_token_ranks).tolist() == [VERSION] * ROWS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -112,8 +113,10 @@ def test_the_v2_sampler_keeps_vllms_own_passes_off(monkeypatch: pytest.MonkeyPat
 
 def test_every_entropy_survives_as_a_rank() -> None:
     values = torch.tensor([0.0, 1e-30, 0.1, math.log(151936), math.nan, -math.nan])
-    ranks = (ENTROPY_TAG + (values.view(torch.int32).long() & 0xFFFFFFFF)).tolist()
-    found = torch.tensor(entropies([*ranks, 1, 151936]))
+    bits = values.view(torch.int32).long() & 0xFFFFFFFF
+    ranks = [*((1 + torch.arange(6) * 400_000_000) * ENTROPY_TAG + bits).tolist(), 1, 151936]
+    assert versions(np.array(ranks)).tolist() == [*range(0, 2_400_000_000, 400_000_000), -1, -1]
+    found = torch.tensor(entropies(ranks))
     torch.testing.assert_close(
         found, torch.cat([values, torch.tensor([math.nan] * 2)]), rtol=0, atol=0, equal_nan=True
     )
@@ -124,7 +127,7 @@ def test_another_sampler_and_another_vllm_are_named(monkeypatch: pytest.MonkeyPa
         pass
 
     runner = SimpleNamespace(sampler=Custom())
-    named = capture(runner, 1.0)
+    named = capture(runner, 1.0, lambda: VERSION)
     assert named is not None and named.endswith("Custom") and type(runner.sampler) is Custom
     assert guard.why_no_sampler_entropy() is None
     monkeypatch.setattr(guard.metadata, "version", lambda name: "0.30.1")
@@ -191,7 +194,7 @@ class TableEngine(Engine):
             token_ids.append(token)
             said.append({token: Logprob(log_prob, rank)})
         logprobs = None if params.logprobs is None else said
-        yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=token_ids, logprobs=logprobs)])
+        yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=token_ids, logprobs=logprobs, routed_experts=None)])
 
 
 FIRST = {(1, 2): [(5, -0.5, 0.25), (6, -0.125, 0.5), (7, -1.0, 0.75)]}
@@ -309,7 +312,7 @@ def test_an_answer_without_log_probs_stops_the_run() -> None:
     engine = TableEngine(FIRST, Turns([([1, 2], {})], [1, 2, 5, 6], [(2, 4)]))
 
     async def silent(prompt: Any, params: Any, request_id: str) -> Any:
-        yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[5, 6, 7], logprobs=None)])
+        yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[5, 6, 7], logprobs=None, routed_experts=None)])
 
     engine.llm.generate = silent
     with pytest.raises(TrainingStopped, match=r"got neither for token 0 of 3 \(id 5\) in an answer for a response to"):
@@ -327,6 +330,6 @@ def test_rows_carry_them_cut_as_tokens_and_log_probs_are(max_len: int) -> None:
 
 
 def test_what_token_values_says_is_one_column() -> None:
-    tensors = sampled_logprobs(torch.zeros(2, 4), torch.tensor([3, 0], dtype=torch.int32), 1.0)
+    tensors = sampled_logprobs(torch.zeros(2, 4), torch.tensor([3, 0], dtype=torch.int32), 1.0, VERSION)
     assert tensors.logprobs.shape == tensors.logprob_token_ids.shape == (2, 1)
     assert tensors.logprob_token_ids.dtype == torch.int32 and tensors.selected_token_ranks.dtype == torch.int64

@@ -136,7 +136,9 @@ class Synced:
         noise = {name: torch.randn(w.shape, generator=generator) for name, w in start.items()}
         return {name: w + noise[name] * (0.5 if "norm" in name else w.std()) for name, w in start.items()}
 
-    def send(self, weights: dict[str, torch.Tensor], bucket_bytes: int, transport: str = "broadcast") -> None:
+    def send(
+        self, weights: dict[str, torch.Tensor], bucket_bytes: int, transport: str = "broadcast", version: int = 0
+    ) -> None:
         """Send with checksums, so that a weight that did not arrive or was not loaded raises."""
         import ray
 
@@ -151,7 +153,7 @@ class Synced:
                 self.broadcaster = WeightSender(engines, self.workers, ray.util.get_node_ip_address(), device)
             sender = self.broadcaster
         metas = [ParameterMeta(name, tuple(w.shape)) for name, w in weights.items()]
-        sender.send(TensorBuckets(metas, iter(weights.values()), bucket_bytes), True)
+        sender.send(TensorBuckets(metas, iter(weights.values()), bucket_bytes), True, version)
 
     def engine_log_probs(self) -> torch.Tensor:
         """(4, LENGTH - 1) vLLM's log-probs of the tokens."""
@@ -323,13 +325,15 @@ def test_the_sampler_says_what_the_trainers_weights_say(
 ) -> None:
     """Up to bf16, for whole distributions at the run's temperature; an engine with other weights does not."""
     weights, others = synced.perturbed(40), synced.perturbed(41)
-    synced.send(weights, 2**28)
+    synced.send(weights, 2**28, version=40)
     differences, stale = [], []
-    for row in synced.responses(prompt_tokens, **params):
+    for row in synced.responses(prompt_tokens, logprobs=1, **params):
         tokens, start = torch.from_numpy(row.tokens)[None], prompt_tokens
         assert not row.mask[:start].any() and row.mask[start:].all() and row.values is not None
         said = torch.from_numpy(np.stack(row.values))
         assert said.shape == (2, len(row.tokens)) and not said[:, :start].any()
+        assert row.log_probs.tolist() == row.values.log_probs.tolist()
+        assert row.versions.tolist() == np.where(row.mask, 40, -1).tolist()
         for found, of in ((differences, weights), (stale, others)):
             log_p = synced.trainer_distributions(of, tokens, synced.temperature)[0, start - 1 :]
             expected = torch.stack([log_p.gather(1, tokens[0, start:, None])[:, 0], -(log_p.exp() * log_p).sum(1)])

@@ -29,6 +29,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.training.feature import EngineFeature
+from openrlhf_gtpo.training.rollout.answers import Answer, give_log_probs, hold, values_of
 from openrlhf_gtpo.training.rollout.rewards import (
     Patience,
     RewardFailed,
@@ -39,12 +40,14 @@ from openrlhf_gtpo.training.rollout.rewards import (
     refuse_taken_names,
 )
 from openrlhf_gtpo.training.rows import Dropped, Request, Row
+from openrlhf_gtpo.training.settings.guard import why_no_scheduler
 from openrlhf_gtpo.weight_sync.buckets import Bucket
 from openrlhf_gtpo.weight_sync.receipts import Receipt
 
 _UpstreamRolloutActor: Any = vllm_engine.RolloutRayActor.__ray_metadata__.modified_class
 
 WORKER_EXTENSION = "openrlhf_gtpo.training.rollout.worker_extension.WorkerExtension"
+SCHEDULER = "openrlhf_gtpo.training.rollout.vllm_scheduler.make_scheduler"
 IN_ENGINE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 _ALONE = {
@@ -65,6 +68,9 @@ _sample_seed: ContextVar[tuple[int, ...] | None] = ContextVar("_sample_seed", de
 
 # How often the current task has asked the engine, by the length of what it asked.
 _asked: ContextVar[Counter[int]] = ContextVar("_asked")
+
+# The engine's answers behind the response that the current task makes; None if it is not trained on.
+_answers: ContextVar[list[Answer] | None] = ContextVar("_answers", default=None)
 
 
 class EngineRestarted(RuntimeError):
@@ -87,12 +93,16 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
     features: Sequence[EngineFeature] = ()
     gets_weights = True
     _has_old_weights = False
+    _holds = False  # whether the engine has this package's scheduler
     _agent_path = ""
     _tokenizer: asyncio.Future[Any] | None = None
 
     async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
         kwargs |= {"worker_extension_cls": WORKER_EXTENSION} | self.engine_args
         kwargs["disable_log_stats"] = True  # which only a server would publish
+        self._holds = why_no_scheduler() is None
+        if self._holds:
+            kwargs["scheduler_cls"] = SCHEDULER
         on_cpu = platform.chosen_platform() == "cpu"
         if on_cpu and kwargs.get("full_determinism"):
             kwargs |= _ALONE
@@ -150,8 +160,8 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         async def respond(index: int) -> Row:
             _sample_seed.set(request.seed and (*request.seed, index))
             _asked.set(Counter())
-            for feature in self.features:
-                feature.on_response(request)
+            answers: list[Answer] | None = [] if request.is_trained else None
+            _answers.set(answers)
 
             def ask() -> Awaitable[dict[str, Any]]:
                 # Agents change the parameters in place: the first turn of one would limit the prompts of the others
@@ -167,10 +177,14 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
                 )
 
             response = await (self.patience.ask(ask, "the agent") if own_agent else ask())
+            if answers and not own_agent and params.logprobs is not None and response["rollout_log_probs"] is None:
+                [(tokens, output)] = answers  # held, and left out: upstream would make a dict of each token
+                log_probs = values_of(output.outputs[0])["log_prob"]
+                response["rollout_log_probs"] = np.concatenate([np.zeros(len(tokens)), log_probs])
             row = Row.of_response(response, request.number, max_len, self.vocab_size() if own_agent else None)
             refuse_taken_names(row.logs, "--train.agent_func_path")
             for feature in self.features:
-                feature.on_row(row, response)
+                feature.on_row(row, response, answers)
             return row
 
         try:
@@ -231,19 +245,30 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         key = _sample_seed.get()
         params = copy(sampling_params)
         params.output_kind = RequestOutputKind.FINAL_ONLY  # vLLM would also hand on each step's tokens
-        if isinstance(self.executor, StrictRewardExecutor) and not params.stop:
+        own_agent = not isinstance(self.executor, StrictRewardExecutor)
+        if not own_agent and not params.stop:
             params.detokenize = False  # it decodes the whole response itself; an agent may read vLLM's text
         if key is not None:
             length, asked = len(prompt_token_ids), _asked.get()
             words = [*key, length, asked[length]] if asked[length] else [*key, length]
             params.seed = int(np.random.SeedSequence(words).generate_state(1)[0])  # far apart for near keys
             asked[length] += 1
-        for feature in self.features:
-            feature.on_request(params)
+        answers, held = _answers.get(), False
+        if answers is not None:
+            if self._holds and not own_agent and params.logprobs is not None:
+                params.logprobs = 0  # of the sampled token alone, which is all that is read
+            for feature in self.features:
+                feature.on_request(params)
+            held = self._holds and hold(params)
         with engine_works():
             output = await super().generate(prompt_token_ids, params, multi_modal_data)
-        for feature in self.features:
-            feature.on_answer(prompt_token_ids, output)
+        if held and params.logprobs is not None:
+            for answer in output.outputs:
+                answer.logprobs = None
+                if own_agent:
+                    give_log_probs(answer, params.logprobs)
+        if answers is not None:
+            answers.append((list(prompt_token_ids), output))
         return output
 
     async def join_weight_group(self, *args: Any) -> list[None]:

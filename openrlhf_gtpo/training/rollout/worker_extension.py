@@ -17,4 +17,4 @@ class WorkerExtension(WeightReceiver, WorkerWrap, ReportsPeakMemory):
         """See ``vllm_sampler.capture``."""
         from openrlhf_gtpo.training.features.sampler_entropy import vllm_sampler
 
-        return vllm_sampler.capture(self.model_runner, temperature)
+        return vllm_sampler.capture(self.model_runner, temperature, lambda: self.weights_version)

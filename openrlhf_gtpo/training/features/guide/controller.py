@@ -17,6 +17,7 @@ from openrlhf_gtpo.training.feature import ControllerFeature, EngineFeature
 from openrlhf_gtpo.training.features.guide.endpoint import EndpointActor
 from openrlhf_gtpo.training.features.guide.guide import Guide
 from openrlhf_gtpo.training.features.guide.sampler import GuidedSampler
+from openrlhf_gtpo.training.rollout.answers import Answer
 from openrlhf_gtpo.training.rollout.rewards import Patience
 from openrlhf_gtpo.training.rollout.rollout_actor import MAX_CALLS, StrictRolloutActor
 from openrlhf_gtpo.training.rows import Row
@@ -81,7 +82,7 @@ class GuideInController(ControllerFeature):
 class OffPolicy(EngineFeature):
     """In an engine that is not the policy's: says so of its rows."""
 
-    def on_row(self, row: Row, response: dict[str, Any]) -> None:
+    def on_row(self, row: Row, response: dict[str, Any], answers: Sequence[Answer] | None) -> None:
         row.off_policy = True
 
 

@@ -1,19 +1,21 @@
-"""The engine's answers behind a response, and what its sampler said about the response's tokens.
+"""What an engine's sampler said about the tokens of a response, in its answers behind it.
 
 An agent may ask the engine as often as it likes and do what it likes with the answers. A token has values if the
 engine sampled it after exactly the tokens that precede it in the response.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from vllm import SamplingParams
-from vllm.logprobs import FlatLogprobs
 
 from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.training.rollout.answers import Answer, values_of
 
-ENTROPY_TAG = 1 << 32  # marks a rank as an entropy, whose 32 bits are added to it; no token's rank is as high
+# In place of a rank: 1 + the version of the weights, times this, and the 32 bits of the entropy; no rank is as high.
+ENTROPY_TAG = 1 << 32
 
 # Settings that change the distribution that a token is drawn from, or what the sampler says about it.
 _OF_DISTRIBUTION = (
@@ -23,13 +25,16 @@ _OF_DISTRIBUTION = (
 )
 _ROUNDING = 1e-3  # above ln V
 
-Answer = tuple[list[int], Any]  # a prompt's tokens, and one of the ``outputs`` of vLLM's RequestOutput
 
-
-def entropies(ranks: list[int]) -> np.ndarray:
+def entropies(ranks: Sequence[int] | np.ndarray) -> np.ndarray:
     """(n,) float32 entropies in nats that tokens carry as their ranks; NaN for a real rank."""
-    tagged = np.array(ranks, dtype=np.int64) - ENTROPY_TAG
-    return np.where(tagged < 0, np.float32("nan"), tagged.astype(np.uint32).view(np.float32))
+    tagged = np.asarray(ranks, dtype=np.int64)
+    return np.where(tagged < ENTROPY_TAG, np.float32("nan"), tagged.astype(np.uint32).view(np.float32))
+
+
+def versions(ranks: np.ndarray) -> np.ndarray:
+    """(n,) int32 versions of the weights that tokens (int64 ranks) were sampled with; -1 for a real rank."""
+    return (ranks // ENTROPY_TAG - 1).astype(np.int32)
 
 
 def refuse_other_distributions(params: SamplingParams, temperature: float) -> None:
@@ -47,39 +52,43 @@ def refuse_other_distributions(params: SamplingParams, temperature: float) -> No
 
 
 def sampler_values(
-    tokens: list[int], action_ranges: list[tuple[int, int]], answers: list[Answer], vocab_size: int, row: str
-) -> np.ndarray:
-    """(2, n) float32 log-probs and entropies (nats) of a response's ``tokens`` (n,), prompt included.
+    tokens: list[int], action_ranges: list[tuple[int, int]], answers: Sequence[Answer], vocab_size: int, row: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Values (2, n) float32, log-probs and entropies (nats), of a response's ``tokens`` (n,), prompt included; and the
+    versions (n,) int32 of the weights that sampled them.
 
-    0 outside ``action_ranges``; NaN for an action that no answer has in its place, such as one that an agent edited.
-    ``row`` names the response in messages.
+    0 and -1 outside ``action_ranges``; NaN and -1 for an action that no answer has in its place, such as one that an
+    agent edited. ``row`` names the response in messages.
 
     Raises:
         TrainingStopped: an answer lacks entropies, or has one outside [0, ln ``vocab_size``].
     """
-    values = np.full((2, len(tokens)), np.nan)
-    for prompt, answer in answers:
-        said = _said(answer, vocab_size, row)
-        start = len(prompt)
-        if tokens[:start] == prompt:
-            sampled = answer.token_ids[: len(tokens) - start]
-            same = np.array(sampled) == tokens[start : start + len(sampled)]
-            count = int(np.argmin(np.append(same, False)))
-            values[:, start : start + count] = said[:, :count]
+    values: np.ndarray = np.full((2, len(tokens)), np.nan, dtype=np.float32)
+    drawn_by: np.ndarray = np.full(len(tokens), -1, dtype=np.int32)
+    for prompt, output in answers:
+        for answer in output.outputs:
+            log_probs, entropy, ranks = _said(answer, vocab_size, row)
+            start = len(prompt)
+            if tokens[:start] == prompt:
+                sampled = answer.token_ids[: len(tokens) - start]
+                same = np.array(sampled) == tokens[start : start + len(sampled)]
+                count = int(np.argmin(np.append(same, False)))
+                place = slice(start, start + count)
+                values[:, place], drawn_by[place] = (log_probs[:count], entropy[:count]), versions(ranks[:count])
     is_action: np.ndarray = np.zeros(len(tokens), dtype=bool)
     for start, end in action_ranges:
         is_action[start:end] = True
-    return np.where(is_action, values, 0.0).astype(np.float32)
+    return np.where(is_action, values, np.float32(0)), np.where(is_action, drawn_by, np.int32(-1))
 
 
-def _said(answer: Any, vocab_size: int, row: str) -> np.ndarray:
-    """(2, n) log-probs and entropies of an answer's tokens."""
-    flat, count = answer.logprobs or FlatLogprobs(), len(answer.token_ids)
-    log_probs, entropy = np.array(flat.logprobs[:count]), entropies(flat.ranks[:count])
-    most = math.log(vocab_size)
+def _said(answer: Any, vocab_size: int, row: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(n,) log-probs, entropies and ranks of an answer's tokens."""
+    count, most = len(answer.token_ids), math.log(vocab_size)
+    said = values_of(answer)[:count]
+    log_probs, ranks, entropy = said["log_prob"], said["rank"], entropies(said["rank"])
     good = np.isfinite(log_probs) & (entropy >= 0) & (entropy <= most + _ROUNDING)
     if len(good) == count and good.all():
-        return np.stack([log_probs, entropy])
+        return log_probs, entropy, ranks
     at = int(np.argmin(np.append(good, False)))
     got = f"log-prob {log_probs[at]:g}, entropy {entropy[at]:g}" if at < len(good) else "neither"
     raise TrainingStopped(

@@ -1,20 +1,18 @@
 """In an engine's actor: has vLLM's sampler report entropies, and gives each row those of its tokens."""
 
-from contextvars import ContextVar
+from collections.abc import Sequence
 from typing import Any
 
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.token_values import TokenValues
 from openrlhf_gtpo.training.feature import EngineFeature
-from openrlhf_gtpo.training.features.sampler_entropy.answers import Answer, refuse_other_distributions, sampler_values
-from openrlhf_gtpo.training.rows import Request, Row
-
-# The engine's answers behind the response that the current task makes; None if nobody wants their entropies.
-_answers: ContextVar[list[Answer] | None] = ContextVar("_answers", default=None)
+from openrlhf_gtpo.training.features.sampler_entropy.answers import refuse_other_distributions, sampler_values
+from openrlhf_gtpo.training.rollout.answers import Answer
+from openrlhf_gtpo.training.rows import Row
 
 
 class SamplerEntropyInEngine(EngineFeature):
-    """Rows of training prompts carry ``values``, at ``temperature``."""
+    """Rows that are trained on carry ``values``, at ``temperature``, and ``versions``."""
 
     def __init__(self, temperature: float) -> None:
         self._temperature = temperature
@@ -30,29 +28,21 @@ class SamplerEntropyInEngine(EngineFeature):
             )
         self._vocab_size = llm.model_config.get_vocab_size()
 
-    def on_response(self, request: Request) -> None:
-        _answers.set([] if request.is_trained else None)
-
     def on_request(self, params: Any) -> None:
         """Raises TrainingStopped if an agent's ``params`` would change the distribution."""
-        if _answers.get() is not None:
-            refuse_other_distributions(params, self._temperature)
-            params.logprobs = 0  # of the sampled token only
-            params.flat_logprobs = True  # no objects per token
+        refuse_other_distributions(params, self._temperature)
+        params.logprobs = 0  # of the sampled token only
+        params.flat_logprobs = True  # no objects per token
 
-    def on_answer(self, prompt: list[int], output: Any) -> None:
-        answers = _answers.get()
-        if answers is not None:
-            answers += [(list(prompt), answer) for answer in output.outputs]
-
-    def on_row(self, row: Row, response: dict[str, Any]) -> None:
-        answers = _answers.get()
-        if answers is not None:
-            values = sampler_values(
-                response["observation_tokens"],
-                response["action_ranges"],
-                answers,
-                self._vocab_size,
-                f"a response to prompt {row.number}",
-            )
-            row.values = TokenValues(*values[:, : len(row.tokens)])
+    def on_row(self, row: Row, response: dict[str, Any], answers: Sequence[Answer] | None) -> None:
+        if answers is None:
+            return
+        values, versions = sampler_values(
+            response["observation_tokens"],
+            response["action_ranges"],
+            answers,
+            self._vocab_size,
+            f"a response to prompt {row.number}",
+        )
+        row.values = TokenValues(*values[:, : len(row.tokens)])
+        row.versions = versions[: len(row.tokens)]

@@ -4,12 +4,13 @@ One pass over the raw logits, before anything changes them, replaces vLLM's own 
 is the policy's, softmax(logits / temperature) over the whole vocabulary, even if ``min_tokens`` bans an end of
 sequence. Requests that want no log-probs are sampled as usual.
 
-The entropy travels to the request's output in place of the sampled token's rank: vLLM carries ranks, which are 64-bit
-integers, through its processes unchanged and makes no use of them.
+The entropy travels to the request's output in place of the sampled token's rank, with the version of the weights above
+it: vLLM carries ranks, which are 64-bit integers, through its processes unchanged and makes no use of them.
 
 Imported on demand: another version of vLLM may lack these samplers, and the entropies then come from the actor.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,11 +24,12 @@ from openrlhf_gtpo.lm_head import log_prob_and_entropy
 from openrlhf_gtpo.training.features.sampler_entropy.answers import ENTROPY_TAG
 
 
-def sampled_logprobs(logits: Tensor, sampled: Tensor, temperature: float) -> LogprobsTensors:
-    """What vLLM expects for ``logits`` (N, V) and the tokens ``sampled`` (N,) from them, with entropies as ranks."""
+def sampled_logprobs(logits: Tensor, sampled: Tensor, temperature: float, version: int) -> LogprobsTensors:
+    """What vLLM expects for ``logits`` (N, V) and the tokens ``sampled`` (N,) from them, with entropies, and the
+    ``version`` of the weights, as ranks."""
     sampled = sampled.long()
     log_probs, entropy = log_prob_and_entropy(logits, sampled, temperature=temperature)
-    ranks = ENTROPY_TAG + (entropy.view(torch.int32).long() & 0xFFFFFFFF)
+    ranks = (1 + version) * ENTROPY_TAG + (entropy.view(torch.int32).long() & 0xFFFFFFFF)
     return LogprobsTensors(sampled.int().unsqueeze(1), log_probs.unsqueeze(1), ranks)
 
 
@@ -35,6 +37,7 @@ class EntropySampler(Sampler):
     """Sampler for vLLM's V1 model runner, on CPU and CUDA, that reports entropies."""
 
     temperature: float
+    version: Callable[[], int]
 
     def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         if sampling_metadata.max_num_logprobs is None:
@@ -42,7 +45,8 @@ class EntropySampler(Sampler):
         raw = logits.clone() if logits.dtype == torch.float32 else logits  # float32 logits are changed in place
         without = replace(sampling_metadata, max_num_logprobs=None, logprob_token_ids=None)
         output = super().forward(logits, without, *args, **kwargs)
-        output.logprobs_tensors = sampled_logprobs(raw, output.sampled_token_ids[:, 0], self.temperature)
+        sampled = output.sampled_token_ids[:, 0]
+        output.logprobs_tensors = sampled_logprobs(raw, sampled, self.temperature, self.version())
         return output
 
 
@@ -50,6 +54,7 @@ class EntropySamplerV2(SamplerV2):
     """Sampler for vLLM's V2 model runner that reports entropies; the runner changes the logits only in a copy."""
 
     temperature: float
+    version: Callable[[], int]
 
     def get_logprobs_dims(self, *args: Any, **kwargs: Any) -> None:
         """None: vLLM's own passes are not wanted."""
@@ -57,15 +62,17 @@ class EntropySamplerV2(SamplerV2):
     def __call__(self, logits: Tensor, input_batch: Any) -> Any:
         output = super().__call__(logits, input_batch)
         if super().get_logprobs_dims(input_batch.idx_mapping_np) is not None:
-            output.logprobs_tensors = sampled_logprobs(logits, output.sampled_token_ids[:, 0], self.temperature)
+            sampled = output.sampled_token_ids[:, 0]
+            output.logprobs_tensors = sampled_logprobs(logits, sampled, self.temperature, self.version())
         return output
 
 
 _WITH_ENTROPY = {Sampler: EntropySampler, SamplerV2: EntropySamplerV2}
 
 
-def capture(model_runner: Any, temperature: float) -> str | None:
-    """Have the sampler of vLLM's ``model_runner`` report entropies, at ``temperature``, to requests for log-probs.
+def capture(model_runner: Any, temperature: float, version: Callable[[], int]) -> str | None:
+    """Have the sampler of vLLM's ``model_runner`` report entropies, at ``temperature``, to requests for log-probs, and
+    what ``version`` says of the weights at each step.
 
     A sampler of an unknown class is left as it is, and the name of the class is returned.
     """
@@ -74,5 +81,5 @@ def capture(model_runner: Any, temperature: float) -> str | None:
         return f"{type(sampler).__module__}.{type(sampler).__qualname__}"
     assert model_runner.vllm_config.speculative_config is None, "drafts have a sampler of their own"
     sampler.__class__ = _WITH_ENTROPY[type(sampler)]
-    sampler.temperature = temperature
+    sampler.temperature, sampler.version = temperature, version
     return None

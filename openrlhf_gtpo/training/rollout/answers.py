@@ -1,0 +1,68 @@
+"""What an engine says about the tokens that it samples: one array an answer, whose columns have names.
+
+An engine with this package's scheduler (``vllm_scheduler.py``) holds a request's tokens and values until it ends, and
+sends the values as this array. Any other sends token by token; the array is then made here.
+"""
+
+from typing import Any
+
+import numpy as np
+from vllm import SamplingParams
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import CompletionOutput, RequestOutput
+
+_HOLD = "hold_until_end"  # among a request's ``extra_args``
+
+Answer = tuple[list[int], RequestOutput]  # the tokens of a prompt, and what vLLM returned for it
+
+
+def columns(top: int = 0) -> np.dtype:
+    """A token's values: rank and log-prob, and log-probs and ids of the ``top`` most likely tokens in its place.
+
+    vLLM makes no use of the rank, so that a sampler can put 64 bits of its own there. Whatever else a token is to
+    carry is a further column, of any shape.
+    """
+    likely = [("top_log_probs", "<f4", (top,)), ("top_tokens", "<i4", (top,))] if top else []
+    return np.dtype([("rank", "<i8"), ("log_prob", "<f4"), *likely])
+
+
+def hold(params: SamplingParams) -> bool:
+    """Ask for a request's tokens and values at its end. False, and as ever, if they are needed before: vLLM's client
+    looks for stop strings, and a prompt's log-probs come with the first token."""
+    likely = params.logprob_token_ids is None and (params.logprobs or 0) >= 0  # -1: those of the whole vocabulary
+    if params.stop or params.prompt_logprobs is not None or not likely:
+        return False
+    params.extra_args = {**(params.extra_args or {}), _HOLD: True}
+    return True
+
+
+def is_held(params: SamplingParams | None) -> bool:
+    """Whether :func:`hold` was asked for this request."""
+    return params is not None and _HOLD in (params.extra_args or {})
+
+
+def values_of(answer: CompletionOutput, top: int = 0) -> np.ndarray:
+    """(n,) ``columns(top)`` of an answer's tokens; n is 0 if it came without values, or not held and not as vLLM's
+    ``FlatLogprobs``."""
+    array = answer.routed_experts  # vLLM's only array of an answer, bytes here: (n, bytes of a token)
+    if array is not None:
+        return array.view(columns(top))[:, 0]
+    flat = answer.logprobs if isinstance(answer.logprobs, FlatLogprobs) and not top else FlatLogprobs()
+    values = np.empty(len(flat), columns(top))
+    values["rank"], values["log_prob"] = flat.ranks, flat.logprobs
+    return values
+
+
+def give_log_probs(answer: CompletionOutput, top: int) -> None:
+    """Put a held answer's values where vLLM's own are, for an agent: as ``FlatLogprobs``, without tokens' text."""
+    values, own = values_of(answer, top), np.array(answer.token_ids, np.int32)[:, None]
+    count, width = len(values), 1 + top
+    tokens, log_probs, ranks = own, values["log_prob"][:, None], values["rank"][:, None]
+    if top:
+        tokens = np.hstack([tokens, values["top_tokens"]])
+        log_probs = np.hstack([log_probs, values["top_log_probs"]])
+        ranks = np.hstack([ranks, np.tile(np.arange(1, width), (count, 1))])
+    flat: list[Any] = [each.ravel().tolist() for each in (tokens, log_probs, ranks)]
+    starts = range(0, count * width, width)
+    answer.logprobs = FlatLogprobs(list(starts), [at + width for at in starts], *flat, [None] * (count * width))
+    answer.cumulative_logprob = sum(values["log_prob"].tolist())
