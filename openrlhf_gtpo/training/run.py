@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from openrlhf_gtpo.training.controller.checkpoint_disk import check_room
 from openrlhf_gtpo.training.feature import Feature
 from openrlhf_gtpo.training.features import FEATURES
 from openrlhf_gtpo.training.settings import upstream_parser
-from openrlhf_gtpo.training.settings.guard import check_openrlhf
+from openrlhf_gtpo.training.settings.guard import check_openrlhf, why_no_scheduler
 
 
 def features_of(args: SimpleNamespace) -> list[Feature]:
@@ -38,6 +39,8 @@ def train(args: SimpleNamespace) -> None:
         StoppedOnRequest: the run was asked to stop, and can be resumed.
     """
     stop.prepare(args)
+    if not args.train.replay_rollouts and (why := why_no_scheduler()):
+        print(f"Engines send each token by itself, which makes rollouts slower: {why}.", file=sys.stderr)
     patch.apply(args, features_of(args))
     host.start_ray(args, sum(host.gpus_of(args)))
     run(args)

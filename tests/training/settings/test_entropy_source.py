@@ -123,6 +123,15 @@ def test_a_sampler_that_saves_nothing_is_named(argv: tuple[str, ...], capsys: py
     )
 
 
+def test_auto_takes_the_actor_if_values_would_leave_vllm_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(source, "why_no_scheduler", lambda: "its scheduler is another one")
+    assert choose("--rollout.entropy", "auto") == "actor"
+    assert "token by token" in capsys.readouterr().err
+    assert choose("--rollout.entropy", "sampler") == "sampler" and capsys.readouterr().err == ""
+
+
 def test_the_default_is_the_actor_and_says_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.training.credit.entropy_credit import captures_entropy
 from openrlhf_gtpo.training.credit.old_policy import always_forwards, count_rows, count_steps
-from openrlhf_gtpo.training.settings.guard import why_no_sampler_entropy
+from openrlhf_gtpo.training.settings.guard import why_no_sampler_entropy, why_no_scheduler
 
 _CORRECTION = "--algo.advantage.is_correction_level"
 
@@ -35,6 +35,8 @@ def choose_entropy(args: SimpleNamespace) -> None:
             elif steps == 1:
                 why = "KL as a reward is computed from its log-probs (--algo.kl.use_loss, or --algo.kl.init_coef 0)"
             why = f"the old-policy forward is done all the same: {why}"
+        if not why and asked == "auto" and (why := why_no_scheduler()):
+            why = f"vLLM would send the sampler's token by token, which may take longer than that forward: {why}"
         if why and asked == "sampler":
             print(f"--rollout.entropy sampler saves no time: {why}.", file=sys.stderr)
         elif impossible or why and not args.train.async_enable:  # whose actor is a later policy
