@@ -39,7 +39,7 @@ def train(args: SimpleNamespace) -> None:
         StoppedOnRequest: the run was asked to stop, and can be resumed.
     """
     stop.prepare(args)
-    if not args.train.replay_rollouts and (why := why_no_scheduler()):
+    if args.rollout.is_sampled and (why := why_no_scheduler()):
         print(f"Engines send each token by itself, which makes rollouts slower: {why}.", file=sys.stderr)
     patch.apply(args, features_of(args))
     host.start_ray(args, sum(host.gpus_of(args)))

@@ -28,7 +28,7 @@ from openrlhf_gtpo.training.controller.metrics import (
     sources_of,
     step_warnings,
 )
-from openrlhf_gtpo.training.controller.rollouts import Rollouts
+from openrlhf_gtpo.training.controller.rollouts import Rollouts, staleness
 from openrlhf_gtpo.training.controller.saving import Saver
 from openrlhf_gtpo.training.controller.step_costs import StepCosts
 from openrlhf_gtpo.training.controller.stop import stop_file
@@ -294,8 +294,7 @@ class Controller:
             more[names.RESTARTS_ENGINES] = float(self.engines.restarts)
             more[names.DROPPED_PROMPTS] = float(rollout.dropped)
         if self.rollouts.ahead:
-            staleness = float(self.step - 1 - rollout.version)
-            more |= {names.STALENESS_MEAN: staleness, names.STALENESS_MAX: staleness}
+            more |= staleness(rollout, self.step)
             more[names.TIMING_ROLLOUT] = rollout.seconds
             more[names.IDLE_TRAINER] = metrics[names.timing(names.GENERATION)]
         if "ppo_clip_ratio" in metrics:

@@ -13,9 +13,12 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.report import names
 from openrlhf_gtpo.training.rollout.packed import pack, unpack
-from openrlhf_gtpo.training.rows import Rollout
+from openrlhf_gtpo.training.rows import Rollout, Row
 
 if TYPE_CHECKING:
     from openrlhf_gtpo.training.controller.controller import Controller
@@ -164,3 +167,18 @@ class Rollouts:
         rollout.version, rollout.seconds = version, time.perf_counter() - began
         self._busy += rollout.seconds
         return rollout
+
+
+def staleness(rollout: Rollout, step: int) -> dict[str, float]:
+    """Metrics: the steps between the policy that sampled an action and the one that trains on it in ``step``. Where an
+    engine does not say which it was, it is the one that it began the rollout with."""
+    versions = np.concatenate([_versions(row, rollout.version) for row in rollout.rows])
+    ages = step - 1 - versions
+    return {names.STALENESS_MEAN: float(ages.mean()), names.STALENESS_MAX: float(ages.max())}
+
+
+def _versions(row: Row, begun_with: int) -> np.ndarray:
+    if row.versions is None:
+        return np.full(row.num_actions, begun_with)
+    versions = row.versions[row.mask]
+    return np.where(versions < 0, begun_with, versions)

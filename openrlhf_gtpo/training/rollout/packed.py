@@ -11,8 +11,8 @@ import torch
 from openrlhf_gtpo.token_values import TokenValues
 from openrlhf_gtpo.training.rows import Row
 
-# What a row has for each token (17 bytes of it), and what it has once.
-_COLUMNS = {"tokens": np.int32, "mask": np.bool_, "log_probs": np.float32}
+# What a row has for each token (21 bytes of it), and what it has once.
+_COLUMNS = {"tokens": np.int32, "mask": np.bool_, "log_probs": np.float32, "versions": np.int32}
 _COLUMNS |= {f"values.{name}": np.float32 for name in TokenValues._fields}
 _ONCE = ("prompt", "label", "number", "reward", "score", "truncated", "logs", "off_policy", "weight", "metrics")
 
@@ -49,7 +49,7 @@ def unpack(packed: Mapping[str, torch.Tensor]) -> list[Row]:
             place[name] += length
         values = [columns.pop(f"values.{name}", None) for name in TokenValues._fields]
         columns["tokens"] = columns["tokens"].astype(np.int64)
-        row: dict[str, Any] = {"log_probs": None} | own | columns
+        row: dict[str, Any] = {"log_probs": None, "versions": None} | own | columns
         row["values"] = None if values[0] is None else TokenValues(*values)
         row["reward_dtype"] = None if dtype is None else getattr(torch, dtype)
         rows.append(Row(**row))
@@ -58,4 +58,4 @@ def unpack(packed: Mapping[str, torch.Tensor]) -> list[Row]:
 
 def _columns(row: Row) -> dict[str, Any]:
     values = (None, None) if row.values is None else row.values
-    return dict(zip(_COLUMNS, (row.tokens, row.mask, row.log_probs, *values), strict=True))
+    return dict(zip(_COLUMNS, (row.tokens, row.mask, row.log_probs, row.versions, *values), strict=True))

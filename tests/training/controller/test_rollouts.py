@@ -17,6 +17,7 @@ from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import read_runs
 from openrlhf_gtpo.token_values import TokenValues
+from openrlhf_gtpo.training.controller.rollouts import staleness
 from openrlhf_gtpo.training.features.guide import controller as guide_module
 from openrlhf_gtpo.training.features.guide.controller import OffPolicy
 from openrlhf_gtpo.training.features.sampler_entropy.controller import SamplerEntropyInController
@@ -186,12 +187,32 @@ def test_a_synchronous_run_does_not_drop_what_was_sampled_ahead(
         Run(monkeypatch, tmp_path / "again", 8, loaded=states).controller.fit()
 
 
+def test_staleness_is_that_of_the_tokens() -> None:
+    """Those whose version nobody knows count as sampled when the rollout began."""
+    tokens, mask = np.arange(4), np.array([False, True, True, True])
+    known = Row("a", None, 0, tokens, mask, None, 0, None, versions=np.array([-1, 3, 4, -1], dtype=np.int32))
+    unknown = Row("a", None, 0, tokens[:2], mask[:2], None, 0, None)
+    ages = staleness(Rollout([known, unknown], 1, False, version=2), step=5)
+    assert ages == {names.STALENESS_MEAN: (1 + 0 + 2 + 2) / 4, names.STALENESS_MAX: 2}
+
+
 def test_rows_are_packed_and_unpacked() -> None:
     values = TokenValues(np.array([0, -1.5], dtype=np.float32), np.array([0, np.nan], dtype=np.float32))
     tokens, mask = np.array([5, 70000]), np.array([False, True])
+    versions = np.array([-1, 7], dtype=np.int32)
     rows = [
         Row(
-            "a", None, 3, tokens, mask, np.array([0, -0.25], dtype=np.float32), 1.5, None, logs={"x": 1}, values=values
+            "a",
+            None,
+            3,
+            tokens,
+            mask,
+            np.array([0, -0.25], dtype=np.float32),
+            1.5,
+            None,
+            logs={"x": 1},
+            values=values,
+            versions=versions,
         ),
         Row("b", {"x": [1]}, 4, tokens[:1], mask[:1], None, None, 2, truncated=True, reward_dtype=torch.float64),
         Row("c", None, 5, tokens, mask, None, 0, 0, off_policy=True, weight=0.5, metrics={"m": 1.0}),

@@ -99,14 +99,6 @@ def test_sigusr1_to_the_driver_is_a_request(tmp_path: Path, capsys: pytest.Captu
     assert "SIGUSR1: the run goes on, as " in capsys.readouterr().err
 
 
-def test_asynchronous_training_keeps_the_signal(tmp_path: Path) -> None:
-    args = arguments(tmp_path)
-    args.train.async_enable = True
-    before = signal.getsignal(signal.SIGUSR1)
-    stop.prepare(args)
-    assert signal.getsignal(signal.SIGUSR1) is before
-
-
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a user's notes")
     with pytest.raises(OSError, match=f"{tmp_path}/file"):
