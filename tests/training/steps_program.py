@@ -1,6 +1,7 @@
 """The program that a process runs to train on given rollouts with DeepSpeed or Megatron, without Ray. It returns the
 status of each round, and everything that an optimizer step may change."""
 
+import math
 import os
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -258,6 +259,10 @@ def _sample(row: int, batch: SimpleNamespace, old: torch.Tensor, args: SimpleNam
         experience.info[names.OFF_POLICY_ROWS] = torch.tensor([float(guided or rescued)])
         if guided or rescued:
             away = 0.5 * torch.randn(batch.action_mask.shape, generator=generator) * batch.action_mask
+            # No ratio lies so near its cap that bf16 decides whether it is truncated.
+            cap = math.log(args.algo.guide.ratio_cap)
+            away = torch.where((away - cap).abs() < 0.1, away - 0.2, away)
+            assert (away - cap).abs().min() >= 0.1 - 1e-6
             experience.rollout_log_probs = old - away
     return experience
 
