@@ -4,6 +4,8 @@ import fcntl
 import gc
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -103,6 +105,18 @@ def tiny_model() -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one pytest worker makes it, which takes 20 s
         assert prepare.main(["tiny-model", "--output", str(folder)]) == 0
     return folder
+
+
+@pytest.fixture
+def brief_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What looks again and again does so every 10 ms, whether it sleeps or waits for an event meanwhile."""
+    sleep, wait = time.sleep, threading.Event.wait
+
+    def wait_briefly(event: threading.Event, timeout: float | None = None) -> bool:
+        return wait(event, None if timeout is None else min(timeout, 0.01))
+
+    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
+    monkeypatch.setattr(threading.Event, "wait", wait_briefly)
 
 
 @pytest.fixture(scope="module", autouse=True)

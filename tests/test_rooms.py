@@ -246,3 +246,28 @@ def test_a_feature_is_named_in_its_folder_alone(kind: type[Feature]) -> None:
     naming = {path for path in PACKAGE.rglob("*.py") if folder not in path.parents and named.search(path.read_text())}
     readers = {"report/rollouts.py", "cli/report.py", "cli/view.py"} if kind is Dumps else set()
     assert {str(path.relative_to(PACKAGE)) for path in naming} == readers
+
+
+def test_tests_change_and_import_no_private_name() -> None:
+    """Of this project: those of the libraries that it stands on are changed where they offer nothing else."""
+    upstreams = {"_fetch_rewards_via_http"}  # which a class of ours has too
+    private = re.compile(
+        r"^(?:(?:async )?def|class) (_[a-z]\w*)|^(_[A-Z]\w*)(?:: [^=]+)? =|^    (?:async )?def (_[a-z]\w*)", re.M
+    )
+    sources = [*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "benchmarks").rglob("*.py")]
+    ours = {name for path in sources for names in private.findall(path.read_text()) for name in names if name}
+    wrong = []
+    for path in sorted((PACKAGE.parent / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("setattr", "object"):
+                named = [word.value for word in node.args if isinstance(word, ast.Constant)]
+                names = {str(name).split(".")[-1] for name in named}
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in (
+                PACKAGE.name,
+                "benchmarks",
+            ):
+                names = {alias.name for alias in node.names}
+            else:
+                continue
+            wrong += [f"{path.name}:{node.lineno} {name}" for name in sorted(names & ours - upstreams)]
+    assert not wrong

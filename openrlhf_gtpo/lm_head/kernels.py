@@ -19,9 +19,9 @@ _FINITE = tl.constexpr(-3e38)  # keeps a maximum finite, as -inf - -inf would be
 # Columns of a row at a time: many rows fill a device with a few warps each, an engine's few rows only with many
 # (docs/results/h200.md).
 _MANY_ROWS = 1024
-_BLOCK_OF_MANY, _BLOCK_OF_FEW = 4096, 16384
+BLOCK_OF_MANY, BLOCK_OF_FEW = 4096, 16384
 _COLUMNS_PER_WARP = 1024
-_GRADIENT_BLOCK, _GRADIENT_WARPS = 2048, 8
+GRADIENT_BLOCK, _GRADIENT_WARPS = 2048, 8
 
 
 class TritonTile:
@@ -49,7 +49,7 @@ class TritonTile:
         product: Tensor, bias: Tensor | None, labels: Tensor, total: TokenStatistics, bits_per_logit: float
     ) -> None:
         tokens, columns = product.shape
-        block = _BLOCK_OF_MANY if tokens >= _MANY_ROWS else _BLOCK_OF_FEW
+        block = BLOCK_OF_MANY if tokens >= _MANY_ROWS else BLOCK_OF_FEW
         block = min(block, triton.next_power_of_2(columns))
         _absorb[(tokens,)](
             product,
@@ -72,7 +72,7 @@ class TritonTile:
         self, product: Tensor, bias: Tensor | None, labels: Tensor, logit_grad: LogitGradient, bias_sum: Tensor | None
     ) -> Tensor:
         tokens, columns = product.shape
-        block = min(_GRADIENT_BLOCK, triton.next_power_of_2(columns))
+        block = min(GRADIENT_BLOCK, triton.next_power_of_2(columns))
         _gradient[(tokens, triton.cdiv(columns, block))](
             product,
             bias,

@@ -272,10 +272,9 @@ sys.exit(9)
 
 
 @pytest.fixture
-def fake_trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def fake_trainer(monkeypatch: pytest.MonkeyPatch, brief_waits: None, tmp_path: Path) -> None:
     """A trainer that makes as many steps as it is told and, if they are more than two, never ends by itself."""
     (tmp_path / "trainer.py").write_text(TRAINER)
-    monkeypatch.setattr(train_benchmark, "_POLL_SECONDS", 0.05)
     monkeypatch.setattr(train_benchmark, "COMMAND", (sys.executable, str(tmp_path / "trainer.py")))
 
 

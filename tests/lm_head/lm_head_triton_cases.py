@@ -17,8 +17,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture(autouse=True)
 def several_blocks_a_row(monkeypatch):
-    monkeypatch.setattr(kernels, "_BLOCK_OF_FEW", 64)
-    monkeypatch.setattr(kernels, "_GRADIENT_BLOCK", 64)
+    monkeypatch.setattr(kernels, "BLOCK_OF_FEW", 64)
+    monkeypatch.setattr(kernels, "GRADIENT_BLOCK", 64)
 
 
 def moved(case):

@@ -31,21 +31,19 @@ def test_each_phase_has_its_own_peak(fresh):
     assert again == {}
 
 
-def test_where_memory_cannot_be_told_nothing_is(fresh):
-    program = PHASES.replace(
-        "peaks = ", "from openrlhf_gtpo.platform import memory\nfrom pathlib import Path\npeaks = "
-    )
-    program = program.replace("peaks = ", "memory._PROCESS = Path('/nowhere')\npeaks = ")
-    assert json.loads(fresh(program, OPENRLHF_GTPO_PLATFORM="cpu", CUDA_VISIBLE_DEVICES="")) == [{}, {}]
-
-
-def test_a_container_that_lets_nobody_reset_the_peak(fresh, tmp_path):
-    (tmp_path / "clear_refs").mkdir()  # is there, and cannot be written
-    (tmp_path / "status").write_text("VmHWM: 2 kB\nVmRSS: 1 kB\n")
-    program = f"""
+# A container that lets nobody reset the peak.
+REFUSES = """
 from pathlib import Path
-from openrlhf_gtpo.platform import memory
-memory._PROCESS = Path({str(tmp_path)!r})
-print(memory.PeakMemory().beyond())
+
+def refuse(path, text):
+    assert str(path) == "/proc/self/clear_refs"
+    raise PermissionError(path)
+
+Path.write_text = refuse
 """
-    assert fresh(program, OPENRLHF_GTPO_PLATFORM="cpu", CUDA_VISIBLE_DEVICES="").strip() == "None"
+
+
+def test_where_memory_cannot_be_told_nothing_is(fresh):
+    program = REFUSES + PHASES + "from openrlhf_gtpo.platform.memory import PeakMemory\nprint(PeakMemory().beyond())"
+    phases, whole = fresh(program, OPENRLHF_GTPO_PLATFORM="cpu", CUDA_VISIBLE_DEVICES="").splitlines()
+    assert json.loads(phases) == [{}, {}] and whole == "None"

@@ -15,7 +15,6 @@ from openrlhf_gtpo import platform
 from openrlhf_gtpo.platform.processes import (
     LaunchError,
     ProcessFailed,
-    _shared_environment,
     is_first_process,
     launched_world_size,
     run_processes,
@@ -73,7 +72,7 @@ def test_ranks_are_joined_and_share_the_cores() -> None:
 
 def test_threads_that_the_user_has_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert _shared_environment("cpu", 2, 1234)["OMP_NUM_THREADS"] == "7"
+    assert run_processes(process_functions.describe, 1, 0)["OMP_NUM_THREADS"] == "7"
 
 
 def test_a_users_mistake_comes_out_as_it_was_raised() -> None:
@@ -97,10 +96,9 @@ def test_the_rank_that_failed_is_named_not_one_that_lost_its_connection(how: str
         run_processes(process_functions.interrupt_on, 2, 1, how)
 
 
-def test_a_rank_that_does_not_get_as_far_as_its_work_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("openrlhf_gtpo.platform.processes._serve", process_functions.end_unheard)
+def test_a_rank_that_does_not_get_as_far_as_its_work_is_named() -> None:
     with pytest.raises(ProcessFailed, match="rank 0 failed: the process ended with exit code 4"):
-        run_processes(process_functions.describe, 1, 0)
+        run_processes(process_functions.describe, 1, process_functions.EndsWhoUnpickles())
 
 
 def test_a_result_that_cannot_travel_says_so() -> None:

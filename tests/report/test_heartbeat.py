@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf_gtpo.report import heartbeat
 from openrlhf_gtpo.report.heartbeat import Heartbeat
 
 
@@ -17,15 +16,17 @@ def beats(path: Path, within: float = 60) -> bool:
     return path.stat().st_mtime_ns != before
 
 
-def test_it_beats_steadily_only_where_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "_EVERY", 0.02)
+@pytest.mark.usefixtures("brief_waits")
+def test_it_beats_steadily_only_where_it_is_told(tmp_path: Path) -> None:
     of_a_run, path = Heartbeat(tmp_path), tmp_path / "heartbeat"
-    answers = iter([True] * 4 + [False] * 1000)
+    answers = [True] * 4
     of_a_run.beat(lambda: True)
     assert beats(path) and beats(path)
-    of_a_run.beat(lambda: next(answers))
+    of_a_run.beat(lambda: bool(answers and answers.pop()))
     assert beats(path)
-    time.sleep(0.2)
+    while answers:
+        time.sleep(0.01)
+    beats(path, within=0.1)  # the last of them
     assert not beats(path, within=0.2)
     of_a_run.beat()
     assert not beats(path, within=0.2)

@@ -26,9 +26,7 @@ TRAIN = {
 }
 
 
-@pytest.fixture(autouse=True)
-def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("openrlhf_gtpo.report.watch._POLL_SECONDS", 0.05)
+pytestmark = pytest.mark.usefixtures("brief_waits")
 
 
 def test_describe_names_the_held_out_task_and_leaves_out_what_is_absent() -> None:

@@ -75,11 +75,14 @@ class Scores:
         self.exact = torch.rand(2, *self.mask.shape, generator=generator) * self.mask
         self.noise = torch.randn(2, *self.mask.shape, generator=generator) * self.mask
         self.offsets = offsets
-        monkeypatch.setattr(fp8_report, "_values", self.values)
+        monkeypatch.setattr(fp8_report, "score", self.score)
 
-    def values(self, model: ScoreModel, source: Any, processes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        size = self.offsets[model.fp8.recipe] if model.fp8 else 0.0
-        return self.exact + size * self.noise, self.mask
+    def score(self, model: ScoreModel, source: Any, target: Path, processes: int) -> None:
+        values = self.exact + (self.offsets[model.fp8.recipe] if model.fp8 else 0.0) * self.noise
+        with target.open("w") as file:
+            for (log_probs, entropies), mask in zip(values.unbind(1), self.mask, strict=True):
+                row = {"log_probs": log_probs[mask].tolist(), "entropies": entropies[mask].tolist()}
+                file.write(json.dumps(row) + "\n")
 
 
 @pytest.mark.parametrize("config", [GTPOConfig(), GRPOSConfig()])

@@ -42,7 +42,8 @@ def tokenizer(checkpoint):
 
 
 def test_a_second_call_does_nothing(checkpoint, monkeypatch):
-    monkeypatch.setattr(smollm2, "_convert", lambda *args: pytest.fail("converted again"))
+    read = transformers.AutoModelForCausalLM
+    monkeypatch.setattr(read, "from_pretrained", lambda *args, **options: pytest.fail("converted again"))
     assert smollm2.convert_smollm2(checkpoint) == checkpoint
 
 

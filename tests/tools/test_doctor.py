@@ -43,6 +43,27 @@ def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
     return put
 
 
+@pytest.fixture
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which the doctor finds the files of /sys and /proc."""
+
+    def moved(call: Callable[..., Any]) -> Callable[..., Any]:
+        def inside(path: Path, *args: Any, **options: Any) -> Any:
+            ours = path.parts[:2] in (("/", "sys"), ("/", "proc"))
+            return call(tmp_path.joinpath(*path.parts[1:]) if ours else path, *args, **options)
+
+        return inside
+
+    for name in ("exists", "glob", "read_text"):
+        monkeypatch.setattr(Path, name, moved(getattr(Path, name)))
+    return tmp_path
+
+
+def put(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
 def said(name: str, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
     """Status and sentence of one check; the exit status must be 1 if and only if it is wrong."""
     check, all_checks = {name: doctor.CHECKS[name]}, doctor.CHECKS
@@ -109,7 +130,7 @@ def test_gpus(rows: list[str], ended: int, expected: tuple[str, str], gpus: Any,
 
 
 def test_gpus_that_must_be_there(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_nvidia_smi", lambda: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     assert said("GPUs", capsys, "--gpus", "1")[0] == "wrong"
     assert said("GPUs", capsys)[0] == "skipped"
 
@@ -149,8 +170,7 @@ def test_torch_is_built_for_what_the_node_has(torch_build: Any, gpus: Any, capsy
     assert "torch is not installed" in said("torch", capsys)[1]
 
 
-def test_adapters_that_nccl_may_take(gpus: Any, capsys: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(doctor, "_ADAPTERS", tmp_path / "adapters")
+def test_adapters_that_nccl_may_take(gpus: Any, capsys: Any, system: Path, monkeypatch: Any) -> None:
     assert said("NCCL", capsys)[0] == "skipped"
     doctor._nvidia_smi.cache_clear()
     gpus(ROW)
@@ -158,9 +178,7 @@ def test_adapters_that_nccl_may_take(gpus: Any, capsys: Any, tmp_path: Path, mon
     stand_in(monkeypatch, "torch", cuda=SimpleNamespace(nccl=nccl))
     assert said("NCCL", capsys) == ("ok", "2.29.7; no InfiniBand or RoCE adapter: TCP between nodes")
     for adapter, state in (("mlx5_0", "1: DOWN"), ("mlx5_1", "4: ACTIVE")):
-        port = tmp_path / "adapters" / adapter / "ports" / "1"
-        port.mkdir(parents=True)
-        (port / "state").write_text(state)
+        put(system / "sys/class/infiniband" / adapter / "ports/1/state", state)
         expected = "ok" if "ACTIVE" in state else "warning"
         assert said("NCCL", capsys)[0] == expected
     assert said("NCCL", capsys)[1] == "2.29.7; adapters mlx5_1"
@@ -266,32 +284,33 @@ def test_a_folder_that_is_not_shared(capsys: Any, tmp_path: Path, monkeypatch: p
     assert said("shared folder", capsys, "--shared", str(tmp_path / "token"))[0] == "ok"
 
 
-def test_limits_and_room(capsys: Any, tmp_path: Path, gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_and_room(capsys: Any, tmp_path: Path, system: Path, gpus: Any, monkeypatch: Any) -> None:
     limit = {resource.RLIMIT_NOFILE: 1024, resource.RLIMIT_MEMLOCK: 65536}
     monkeypatch.setattr(
         doctor.resource,
         "getrlimit",
         lambda which: (limit[which] if which == resource.RLIMIT_MEMLOCK else 1024, limit[which]),
     )
-    monkeypatch.setattr(doctor, "_ADAPTERS", tmp_path / "adapters")
-    monkeypatch.setattr(doctor, "_CAP_IPC_LOCK", 0)
+    put(system / "proc/self/status", "CapEff:\t00000000a80425fb\n")  # Docker's, without IPC_LOCK
     assert said("limits", capsys) == (
         "warning",
         "nofile can be 1024 at most, and Ray opens many files: LimitNOFILE of slurmd, docker --ulimit.",
     )
-    (tmp_path / "adapters" / "mlx5_0").mkdir(parents=True)
+    put(system / "sys/class/infiniband/mlx5_0/ports/1/state", "4: ACTIVE")
     status, text = said("limits", capsys)
     assert status == "wrong" and text.startswith("memlock is 64 KiB, and NCCL pins memory")
+    put(system / "proc/self/status", "CapEff:\t000001ffffffffff\n")
+    assert said("limits", capsys)[0] == "warning"
+    put(system / "proc/self/status", "CapEff:\t00000000a80425fb\n")
     limit[resource.RLIMIT_MEMLOCK], limit[resource.RLIMIT_NOFILE] = resource.RLIM_INFINITY, 65536
     assert said("limits", capsys)[0] == "ok"
 
     usage = SimpleNamespace(total=2000 * 2**20, used=1840 * 2**20, free=64 * 2**20)  # the rest is kept for root
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
-    unlimited, limited = tmp_path / "memory.max", tmp_path / "memory.limit_in_bytes"
-    unlimited.write_text("max\n")
-    monkeypatch.setattr(doctor, "_CGROUP_LIMITS", (limited, unlimited))
+    put(system / "sys/fs/cgroup/memory.max", "max\n")
     assert said("/dev/shm", capsys)[0] == "warning"
-    limited.write_text(f"{200 * 2**20}\n")  # of which 60 are the object store's
+    limit_file = system / "sys/fs/cgroup/memory/memory.limit_in_bytes"
+    put(limit_file, f"{200 * 2**20}\n")  # of which 60 are the object store's
     assert said("/dev/shm", capsys)[0] == "ok"
     assert "over 95 % full" in said("disk", capsys)[1]
     usage.free, usage.used = 101 * 2**20, 1899 * 2**20

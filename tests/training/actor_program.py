@@ -31,19 +31,19 @@ def run_actor(backend: str, model: str, argv: list[str], output: str | None = No
     patch.apply(args)
     os.environ["LOCAL_RANK"] = "0"
     strategy = get_strategy(args)
-    policy = _start(_policy_class(backend), world_size)
+    policy = start_actor(policy_class(backend), world_size)
     policy.init_model_from_pretrained(strategy, model, max_steps=10)
-    batches = [_padded(members) for members in BATCHES]
+    batches = [padded_batch(members) for members in BATCHES]
     sizes = _note_packed_sizes() if backend == "megatron" else []
-    before = [_log_probs(result) for result in _forward(policy, batches)]
+    before = [log_probs_of(result) for result in run_forward(policy, batches)]
     sizes.append(0)
     for batch, old in zip(batches, before, strict=True):
-        policy.append(_experience(batch, old, args))
+        policy.append(make_experience(batch, old, args))
     first = policy.fit(0.1)
     for batch, old in zip(batches, before, strict=True):
-        policy.append(_experience(batch, old, args))
+        policy.append(make_experience(batch, old, args))
     second = policy.fit(0.1)
-    after = [_log_probs(result) for result in _forward(policy, batches)]
+    after = [log_probs_of(result) for result in run_forward(policy, batches)]
     if output is not None:
         args.ckpt.output_dir = output
         with mock.patch(
@@ -56,8 +56,8 @@ def run_actor(backend: str, model: str, argv: list[str], output: str | None = No
         groups.destroy()
     return {
         "before": [value.tolist() for value in before],
-        "first": _numbers(first),
-        "second": _numbers(second),
+        "first": to_numbers(first),
+        "second": to_numbers(second),
         "after": [value.tolist() for value in after],
         "sizes": sizes,
     }
@@ -72,7 +72,7 @@ def _note_packed_sizes() -> list[int]:
     return sizes
 
 
-def _policy_class(backend: str) -> Any:
+def policy_class(backend: str) -> Any:
     if backend == "megatron":
         from openrlhf_gtpo.training.actors.megatron_actor import MegatronPolicy
 
@@ -82,22 +82,22 @@ def _policy_class(backend: str) -> Any:
     return EntropyPolicyActor
 
 
-def _start(kind: Any, world_size: int) -> Any:
+def start_actor(kind: Any, world_size: int) -> Any:
     actor = object.__new__(kind)
-    actor._world_size, actor._rank = world_size, int(os.environ["RANK"])
+    actor._world_size, actor._rank = world_size, int(os.environ.get("RANK", 0))
     return actor
 
 
-def _forward(actor: Any, batches: list[SimpleNamespace]) -> list[Any]:
+def run_forward(actor: Any, batches: list[SimpleNamespace]) -> list[Any]:
     columns = {name: [getattr(batch, name) for batch in batches] for name in vars(batches[0])}
     return actor.execute_batch("forward", columns, 0, len(batches))
 
 
-def _log_probs(result: Any) -> torch.Tensor:
+def log_probs_of(result: Any) -> torch.Tensor:
     return result.log_probs if hasattr(result, "log_probs") else result
 
 
-def _padded(members: list[int]) -> SimpleNamespace:
+def padded_batch(members: list[int]) -> SimpleNamespace:
     """The rows of ``members`` as OpenRLHF pads them: on the right, with action columns from the second token on."""
     width = max(sum(ROWS[i]) for i in members)
     sequences = torch.zeros(len(members), width, dtype=torch.long)
@@ -112,7 +112,7 @@ def _padded(members: list[int]) -> SimpleNamespace:
     return SimpleNamespace(sequences=sequences, action_mask=actions, attention_mask=attention)
 
 
-def _experience(batch: SimpleNamespace, old: torch.Tensor, args: SimpleNamespace) -> Any:
+def make_experience(batch: SimpleNamespace, old: torch.Tensor, args: SimpleNamespace) -> Any:
     from openrlhf.trainer.ppo_utils.experience import Experience
 
     generator = torch.Generator().manual_seed(batch.sequences.shape[1])
@@ -142,5 +142,5 @@ def _experience(batch: SimpleNamespace, old: torch.Tensor, args: SimpleNamespace
     )
 
 
-def _numbers(status: dict[str, Any]) -> dict[str, float]:
+def to_numbers(status: dict[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in status.items()}

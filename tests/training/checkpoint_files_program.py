@@ -6,7 +6,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from actor_program import _policy_class, _start
+from actor_program import policy_class, start_actor
 
 
 def run(model: str, folder: str, argv: list[str]) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def run(model: str, folder: str, argv: list[str]) -> dict[str, Any]:
     patch.apply(args)
     os.environ["LOCAL_RANK"] = "0"
     strategy = get_strategy(args)
-    policy = _start(_policy_class("deepspeed"), int(os.environ["WORLD_SIZE"]))
+    policy = start_actor(policy_class("deepspeed"), int(os.environ["WORLD_SIZE"]))
     policy.init_model_from_pretrained(strategy, model, max_steps=10)
     engine, actor, first = policy.actor.model, Path(folder, "_actor"), strategy.is_rank_0()
 

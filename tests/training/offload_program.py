@@ -11,7 +11,7 @@ from unittest import mock
 
 import ray
 import torch
-from actor_program import BATCHES, _experience, _log_probs, _padded, _start
+from actor_program import BATCHES, log_probs_of, make_experience, padded_batch, start_actor
 from openrlhf.trainer.ppo_trainer import BasePPOTrainer
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
@@ -80,7 +80,7 @@ def run_policy(model: str, argv: list[str]) -> tuple[Moments, list[list[list[flo
     """Go through a start or resume, an evaluation before training, and a step with its checkpoint; return the moments,
     and the log-probs before and after the step."""
     args, strategy = _arguments(model, argv)
-    policy = _start(MegatronPolicy, 1)
+    policy = start_actor(MegatronPolicy, 1)
     group = _Group(policy)
     with _played(group):
         policy.init_model_from_pretrained(strategy, model, max_steps=10)
@@ -97,8 +97,8 @@ def run_policy(model: str, argv: list[str]) -> tuple[Moments, list[list[list[flo
         SamplesGenerator.generate_eval_samples(generator)
         SamplesGenerator.generate_samples(generator)
         before = _forward(group)
-        for batch, old in zip(map(_padded, BATCHES), before, strict=True):
-            policy.append(_experience(batch, old, args))
+        for batch, old in zip(map(padded_batch, BATCHES), before, strict=True):
+            policy.append(make_experience(batch, old, args))
         BasePPOTrainer.ppo_train(trainer, 0)
         BasePPOTrainer.broadcast_to_vllm(trainer)
         args.logger.logging_steps = 2  # no tracker here
@@ -112,7 +112,7 @@ def run_policy(model: str, argv: list[str]) -> tuple[Moments, list[list[list[flo
 def run_reference(model: str, argv: list[str]) -> tuple[list[set[str]], list[list[list[float]]]]:
     """The parts that a reference reserves after its start and after each of two forward passes, and the log-probs."""
     args, strategy = _arguments(model, argv)
-    reference = _start(MegatronReference, 1)
+    reference = start_actor(MegatronReference, 1)
     group = _Group(reference)
     with _played(group):
         reference.init_model_from_pretrained(strategy, model)
@@ -149,7 +149,7 @@ def _played(group: _Group) -> Iterator[None]:
 
 
 def _forward(group: _Group) -> list[torch.Tensor]:
-    batches = [_padded(members) for members in BATCHES]
+    batches = [padded_batch(members) for members in BATCHES]
     columns = {name: [getattr(batch, name) for batch in batches] for name in vars(batches[0])}
     (results,) = RemoteExperienceMaker._dispatch_forward(None, group, True, **columns)
-    return [_log_probs(result) for result in results]
+    return [log_probs_of(result) for result in results]

@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from actor_program import _experience, _forward, _log_probs, _numbers, _policy_class, _start
+from actor_program import log_probs_of, make_experience, policy_class, run_forward, start_actor, to_numbers
 
 from openrlhf_gtpo.report import names
 
@@ -28,7 +28,7 @@ def run_rounds(
     for number, lengths in enumerate(rounds, start=1):
         for row, batch, old in _own_rows(trained, strategy, lengths):
             trained.append(_sample(row, batch, old, args))
-        found.append(_numbers(trained.fit() if critic else trained.fit(0.1)))
+        found.append(to_numbers(trained.fit() if critic else trained.fit(0.1)))
         if getattr(trained, "ema_model", None) is not None:
             found[-1]["average"] = float(sum(average.double().square().sum() for average in trained._averages()))
         if number == save_after:
@@ -76,7 +76,7 @@ def run_ratios(
         if row % 4:
             rows[row] = {"shift": shift[0], "advantages": sample.advantages[0]}
         trained.append(sample)
-    status = _numbers(trained.fit(0))
+    status = to_numbers(trained.fit(0))
     seen = take_ratios(trained)
     assert set(seen) == set(rows) and take_ratios(trained) == {}
     for row, (ratio, clipped) in seen.items():
@@ -136,7 +136,7 @@ def _poisoned_round(backend: str, trained: Any, args: SimpleNamespace, replicas:
     module, optimizers = _module(backend, trained, critic), _optimizers(backend, trained, critic)
     for row in range(4 * replicas.get_local_rank(), 4 * replicas.get_local_rank() + 4):
         batch = _row(row, 3 + row)
-        old = _log_probs(_forward(trained, [batch])[0])
+        old = log_probs_of(run_forward(trained, [batch])[0])
         sample = _sample(row, batch, old, args)
         if row % 4 == 3 and wrong == "gradient":
             sample.advantages = sample.returns = torch.full_like(sample.advantages, 3e38) * batch.action_mask
@@ -154,7 +154,7 @@ def _poisoned_round(backend: str, trained: Any, args: SimpleNamespace, replicas:
     if wrong == "padding":
         trained.actor_optim.fp32_partitioned_groups_flat[0].data[-1] = torch.nan
     try:
-        return _numbers(trained.fit() if critic else trained.fit(0.1)), _state(backend, trained, critic)
+        return to_numbers(trained.fit() if critic else trained.fit(0.1)), _state(backend, trained, critic)
     finally:
         hook.remove()
 
@@ -202,7 +202,7 @@ def _trained(backend: str, model: str, argv: list[str]) -> tuple[SimpleNamespace
     os.environ["LOCAL_RANK"] = "0"
     strategy = get_strategy(args)
     critic = args.algo.advantage.estimator == "gae"
-    trained = _start(_critic_class() if critic else _policy_class(backend), int(os.environ["WORLD_SIZE"]))
+    trained = start_actor(_critic_class() if critic else policy_class(backend), int(os.environ["WORLD_SIZE"]))
     trained.loss_features = [part for feature in run.features_of(args) if (part := feature.loss()) is not None]
     with mock.patch("deepspeed.ops.op_builder.builder.OpBuilder.jit_load") as compile_it:
         trained.init_model_from_pretrained(strategy, model, max_steps=100)
@@ -221,7 +221,7 @@ def _own_rows(trained: Any, strategy: Any, lengths: list[int]) -> Iterator[tuple
         dealt = deal_rows([PROMPT + length for length in lengths], replicas.size(), order)
     mine = dealt[replicas.get_local_rank()].tolist()
     batches = [_row(row, lengths[row]) for row in mine]
-    old = [_log_probs(result) for result in _forward(trained, batches)] if batches else []
+    old = [log_probs_of(result) for result in run_forward(trained, batches)] if batches else []
     return zip(mine, batches, old, strict=True)
 
 
@@ -241,7 +241,7 @@ def _row(row: int, length: int) -> SimpleNamespace:
 
 def _sample(row: int, batch: SimpleNamespace, old: torch.Tensor, args: SimpleNamespace) -> Any:
     """A row whose advantages, and whatever else is drawn, depend on the row alone."""
-    experience = _experience(batch, old, args)
+    experience = make_experience(batch, old, args)
     generator = torch.Generator().manual_seed(row)
     level = args.actor.loss_agg_mode
     shape = (1, 1) if level != "token-mean" else batch.action_mask.shape
@@ -297,10 +297,10 @@ def run_whole_step(
     for first in range(0, 8, 2):
         pair = [_row(row, 5) for row in (first, first + 1)]
         both = SimpleNamespace(**{name: torch.cat([getattr(row, name) for row in pair]) for name in vars(pair[0])})
-        sampled = _forward(trained, [both])[0]
+        sampled = run_forward(trained, [both])[0]
         for place, batch in enumerate(pair):
             values = TokenValues(*(column(values[place : place + 1]) for values in sampled))  # type: ignore[arg-type]
-            rollout_log_probs = _experience(batch, sampled[0][place : place + 1], args).rollout_log_probs
+            rollout_log_probs = make_experience(batch, sampled[0][place : place + 1], args).rollout_log_probs
             rows.append(
                 Row(
                     prompt="",
@@ -329,7 +329,7 @@ def run_whole_step(
         for experience in maker.make(rows):
             trained.append(experience)
     try:
-        metrics = _numbers(trained.fit(args.algo.kl.init_coef)) | maker.metrics
+        metrics = to_numbers(trained.fit(args.algo.kl.init_coef)) | maker.metrics
         for feature in features:
             feature.on_step(1, metrics)
         return metrics, _state(backend, trained, critic=False), len(asked)

@@ -205,13 +205,19 @@ def test_answers_that_cannot_be_trained_on_stop_the_run(
 def test_a_server_that_refuses_stops_the_run_and_one_that_is_gone_is_dead(
     server: Server, reward: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    tried: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        tried.append(seconds)
+
+    monkeypatch.setattr("anyio.sleep", pause)  # between the client's tries
     server.status = 404
     with pytest.raises(TrainingStopped, match="refused a request: .*no such model"):
         answers(server.url, reward)
-    monkeypatch.setattr("openrlhf_gtpo.training.features.guide.endpoint._TRIES", 1)
     for server.status in (500, 429, 401, 403):
         with pytest.raises(EngineDeadError, match=server.url):
             answers(server.url, reward)
+    assert sum(tried) > 100, "it may restart"
     assert asyncio.run(Endpoint(server.url, "guide").is_sleeping()) is False
     server.shutdown()
     server.server_close()

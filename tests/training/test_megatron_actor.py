@@ -5,16 +5,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from actor_program import run_actor
+from actor_program import run_actor, start_actor
 from offload_program import run_policy, run_reference
 from rank_pool import RankPool
 from rollouts import arguments
 from transformers import AutoModelForCausalLM
 
-from openrlhf_gtpo.training.actors.megatron_actor import _model_options
+from openrlhf_gtpo.megatron.model.policy import ModelOptions
+from openrlhf_gtpo.megatron.parallel import groups
+from openrlhf_gtpo.training.actors import megatron_actor
 
 CORRECTION = ["--algo.advantage.is_correction_level", "token"]
 KL_LOSS = ["--algo.kl.use_loss", "--algo.kl.estimator", "k3", "--algo.kl.init_coef", "0.1"]
@@ -100,9 +103,21 @@ def test_the_reference_rests_between_its_forwards(actor_model: str, pools: tuple
         assert reserved == [set()] * 3
 
 
-def test_the_lm_heads_memory_is_given_in_mib() -> None:
+def test_the_lm_heads_memory_is_given_in_mib(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Loaded(Exception):
+        pass
+
+    def load_model(source: str, options: ModelOptions, for_training: bool) -> None:
+        raise Loaded(options.lm_head_bytes)
+
+    monkeypatch.setattr(megatron_actor, "load_model", load_model)
+    monkeypatch.setattr(groups, "initialize", lambda *args: None)
     for given, expected in (([], None), (["--megatron.lm_head_mb", "512"], 2**29)):
-        assert _model_options(arguments(*given, "--actor.backend", "megatron")).lm_head_bytes == expected
+        args = arguments(*given, "--actor.backend", "megatron")
+        strategy = SimpleNamespace(args=args, setup_distributed=lambda *args, **kwargs: None)
+        with pytest.raises(Loaded) as loaded:
+            start_actor(megatron_actor.MegatronReference, 1).init_model_from_pretrained(strategy, "model")
+        assert loaded.value.args == (expected,)
 
 
 # Stands for Transformer Engine: when first imported, it prints what it finds and who imports it, and ends the process.

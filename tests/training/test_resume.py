@@ -23,7 +23,6 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from openrlhf_gtpo.errors import StoppedOnRequest
 from openrlhf_gtpo.report.heartbeat import Heartbeat
 from openrlhf_gtpo.report.metrics import MetricsWriter, read_runs
-from openrlhf_gtpo.training.actors import actor_trainer
 from openrlhf_gtpo.training.controller import cluster_checks
 from openrlhf_gtpo.training.controller import controller as controller_module
 from openrlhf_gtpo.training.controller.stop import stop_file
@@ -236,6 +235,7 @@ def test_an_evaluation_that_was_made_counts_for_the_best_checkpoint(
     assert plain(again.saved["best_global_step4"]) == plain(whole.saved["best_global_step4"])
 
 
+@pytest.mark.usefixtures("brief_waits")
 def test_a_run_has_ended_when_its_model_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Until then it is made again from its last checkpoint (``experiment/runner.py``)."""
     whole = Run(monkeypatch, tmp_path, 8)
@@ -260,7 +260,6 @@ def test_a_run_has_ended_when_its_model_is_written(monkeypatch: pytest.MonkeyPat
         if failures:
             raise failures.pop()
 
-    monkeypatch.setattr(actor_trainer, "_WAIT", 0)
     monkeypatch.setattr(MetricsWriter, "flush", flush)
     monkeypatch.setattr(train_ppo_ray, "train", train)
     run(whole.args)

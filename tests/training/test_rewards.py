@@ -271,13 +271,10 @@ def test_a_reward_file_is_loaded_once_and_before_its_engine(tmp_path: Path, monk
     from openrlhf_gtpo.training.rollout import rollout_actor
 
     class Llm:
-        engine_core = None
+        engine_core = SimpleNamespace(resources=SimpleNamespace(engine_dead=False))
 
         async def is_sleeping(self) -> bool:
             return False
-
-    async def watched(engine_core: Any) -> None:
-        pass
 
     happened = tmp_path / "happened"
     file = tmp_path / "reward.py"
@@ -293,7 +290,6 @@ def test_a_reward_file_is_loaded_once_and_before_its_engine(tmp_path: Path, monk
     monkeypatch.setattr(vllm_engine, "SingleTurnAgentExecutor", None)  # restored at the end
     monkeypatch.setattr(vllm_engine.vllm, "AsyncEngineArgs", lambda *args, **kwargs: None)
     monkeypatch.setattr(vllm_engine.vllm.AsyncLLMEngine, "from_engine_args", start)
-    monkeypatch.setattr(rollout_actor, "_fail_calls_at_death", watched)
     for name in ("_configure_device_env", "_configure_vllm_env"):
         monkeypatch.setattr(rollout_actor.StrictRolloutActor, name, lambda *args, **kwargs: None)
     actor: Any = object.__new__(rollout_actor.StrictRolloutActor)

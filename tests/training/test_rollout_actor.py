@@ -299,7 +299,7 @@ def engine_start(monkeypatch: pytest.MonkeyPatch, platform: str) -> dict[str, An
         started.update(kwargs)
         self.executor, self.llm = None, SimpleNamespace(engine_core=None)
 
-    monkeypatch.setattr(rollout_actor._UpstreamRolloutActor, "__init__", start)
+    monkeypatch.setattr(rollout_actor.StrictRolloutActor.__base__, "__init__", start)
     monkeypatch.setenv("OPENRLHF_GTPO_PLATFORM", platform)
     return started
 

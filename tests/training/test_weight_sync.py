@@ -21,7 +21,6 @@ from ray.exceptions import ActorUnavailableError
 from rollouts import arguments
 
 from openrlhf_gtpo.errors import TrainingStopped
-from openrlhf_gtpo.training.actors import actor_trainer
 from openrlhf_gtpo.training.actors.actor_trainer import wait_for_engines
 from openrlhf_gtpo.training.actors.policy_actor import DeepspeedActorTrainer
 from openrlhf_gtpo.training.rollout import rollout_actor
@@ -165,7 +164,7 @@ def test_experts_in_an_engine_on_a_gpu_stay_as_they_are_sent(monkeypatch: pytest
         started.update(kwargs)
         self.executor, self.llm = None, SimpleNamespace(engine_core=None)
 
-    monkeypatch.setattr(rollout_actor._UpstreamRolloutActor, "__init__", start)
+    monkeypatch.setattr(rollout_actor.StrictRolloutActor.__base__, "__init__", start)
     for platform in ("cpu", "cuda"):
         monkeypatch.setenv("OPENRLHF_GTPO_PLATFORM", platform)
         actor = object.__new__(rollout_actor.StrictRolloutActor)
@@ -202,8 +201,8 @@ def test_the_trainer_waits_for_engines_and_says_for_which(capsys: pytest.Capture
     assert lines[-1] == "The trainer is waiting for vLLM engines 1 of 3: 0 s"
 
 
-def test_the_trainer_waits_for_an_engine_that_ray_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actor_trainer, "_AGAIN", 0.0)
+@pytest.mark.usefixtures("brief_waits")
+def test_the_trainer_waits_for_an_engine_that_ray_starts_again() -> None:
     engine, again = Starting(0.0, ActorUnavailableError("it is being started", None)), Starting(0.1)
     answers = [engine.__ray_ready__, engine.__ray_ready__, again.__ray_ready__]
     engine.__ray_ready__ = SimpleNamespace(remote=lambda: answers.pop(0).remote())

@@ -7,7 +7,7 @@ import torch
 
 def sent_weights(model: str, argv: list[str]) -> dict[str, torch.Tensor]:
     """The tensors of a trainer's second transfer by name, in the shapes that are announced."""
-    from actor_program import _policy_class, _start
+    from actor_program import policy_class, start_actor
     from openrlhf.utils import get_strategy
     from rollouts import arguments
 
@@ -20,7 +20,7 @@ def sent_weights(model: str, argv: list[str]) -> dict[str, torch.Tensor]:
     host.adapt(args)
     patch.apply(args)
     os.environ["LOCAL_RANK"] = "0"
-    policy = _start(_policy_class("deepspeed"), world_size)
+    policy = start_actor(policy_class("deepspeed"), world_size)
     policy.init_model_from_pretrained(get_strategy(args), model, max_steps=10)
     for _ in range(2):
         weights = policy.trainer._weights_to_send()

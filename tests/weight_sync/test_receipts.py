@@ -5,7 +5,6 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from openrlhf_gtpo.weight_sync import receipts as module
 from openrlhf_gtpo.weight_sync.receipts import Arrivals, checksum
 
 
@@ -14,26 +13,39 @@ def wrapped(value: int) -> int:
     return (value + 2**63) % 2**64 - 2**63
 
 
+CHUNK = 2**20
+
+
 def by_hand(tensor: torch.Tensor) -> int:
-    """The formula with Python's integers."""
+    """The formula with Python's integers; zeros add nothing."""
     total = 0
-    for i, bits in enumerate(tensor.view(-1).view(torch.int16).tolist()):
-        chunk, place = divmod(i, module._CHUNK)
-        key = wrapped((place + 1) * module._SPREAD)
-        key = wrapped((key ^ (key >> 31)) * module._MIX)
-        total += bits * key * (2 * chunk + 1)
+    elements = tensor.view(-1).view(torch.int16)
+    for i in elements.nonzero().view(-1).tolist():
+        chunk, place = divmod(i, CHUNK)
+        key = wrapped((place + 1) * 0x9E3779B97F4A7C15)
+        key = wrapped((key ^ (key >> 31)) * 0xBF58476D1CE4E5B9)
+        total += int(elements[i]) * key * (2 * chunk + 1)
     return wrapped(total)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7, 3), (50, 41)])
-def test_it_is_the_formula_over_several_chunks(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CHUNK", 64)
+def test_it_is_the_formula(shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert int(checksum(tensor)) == by_hand(tensor)
 
 
-def test_any_change_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CHUNK", 64)
+def test_it_is_the_formula_over_several_chunks() -> None:
+    tensor = torch.zeros(2 * CHUNK + 500).bfloat16()
+    generator = torch.Generator().manual_seed(0)
+    for middle in (CHUNK, 2 * CHUNK):
+        tensor[middle - 50 : middle + 50] = torch.randn(100, generator=generator).bfloat16()
+    assert int(checksum(tensor)) == by_hand(tensor)
+    swapped = tensor.clone()
+    swapped[[1, CHUNK + 1]] = tensor[[CHUNK + 1, 1]]  # the same place of two chunks
+    assert int(checksum(swapped)) == by_hand(swapped) != by_hand(tensor)
+
+
+def test_any_change_shows() -> None:
     tensor = torch.randn(300, generator=torch.Generator().manual_seed(0)).bfloat16()
     seen = {int(checksum(tensor))}
 

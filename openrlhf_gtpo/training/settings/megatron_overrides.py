@@ -65,7 +65,7 @@ _CONTRADICTING_OF_DDP = {
     ),
 }
 # For each flag: the dataclass in megatron.core, and its fields that the user may not set.
-_FLAGS = {
+FLAGS = {
     "override": ("transformer", "TransformerConfig", _CONTRADICTING),
     "ddp": ("distributed", "DistributedDataParallelConfig", _CONTRADICTING_OF_DDP),
 }
@@ -82,7 +82,7 @@ def parse_overrides(words: Sequence[str], flag: str = "override") -> dict[str, A
     """
     if not words:
         return {}
-    module, name_of_config, contradicting = _FLAGS[flag]
+    module, name_of_config, contradicting = FLAGS[flag]
     refused = {name: reason for reason, names in contradicting.items() for name in names.split()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about what this process lacks for training, which others do

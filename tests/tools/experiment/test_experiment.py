@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,7 +163,9 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return 128 + signal.SIGTERM if status == -signal.SIGTERM else status
 
     monkeypatch.setattr(runner, "run_and_clear", run)
-    monkeypatch.setattr(experiment, "_check", lambda grid: None)
+    actor, data = SimpleNamespace(model_name_or_path="model"), SimpleNamespace(label_key=None)
+    monkeypatch.setattr("openrlhf_gtpo.training.run.parse", lambda words: SimpleNamespace(actor=actor, data=data))
+    monkeypatch.setattr("openrlhf_gtpo.training.run.check", lambda args: None)
     flags = {"flags": {"way": str(tmp_path / "way")}, "methods": {"gtpo": None}, "settings": {}, "seeds": [1, 2, 3]}
     changed = entries(tmp_path) | flags
     del changed["baseline"]
@@ -345,19 +348,23 @@ def test_models_that_were_evaluated_with_other_flags_are_refused(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """They would stand beside models that are evaluated with the new flags."""
-    asked = []
+    asked, train = [], runner.run_and_clear
 
-    def call(module: str, argv: list[str], *_: Any) -> tuple[int, str]:
-        if module.endswith("evaluate"):
-            asked.append(argv)
-            folder = Path(argv[argv.index("--output") + 1])
-            folder.mkdir(exist_ok=True)
-            (folder / "summary.json").write_text("{}")
-            return 0, ""
-        return subprocess.call([sys.executable, str(file.parent / "stand_in.py"), *argv]), ""
+    def run(command: list[str], *args: Any, **kwargs: Any) -> int:
+        if "openrlhf_gtpo.cli.evaluate" not in command:
+            return train(command, *args, **kwargs)
+        asked.append(command)
+        folder = Path(command[command.index("--output") + 1])
+        folder.mkdir(exist_ok=True)
+        (folder / "summary.json").write_text("{}")
+        return 0
 
-    monkeypatch.setattr(runner, "_call", call)
-    changed = yaml.safe_load(file.read_text()) | {"evaluate": {"eval.dataset": "a", "eval.temperature": 1.0}}
+    monkeypatch.setattr(runner, "run_and_clear", run)
+    monkeypatch.setattr(experiment.evaluate, "checked_flags", lambda given: given)
+    monkeypatch.setattr(experiment.evaluate, "checked_inputs", lambda flags, model: None)
+    evaluate = {"eval.dataset": "a", "eval.temperature": 1.0, "reward.remote_url": "reward.py"}
+    evaluate |= {"data.max_len": 64, "rollout.max_new_tokens": 8}
+    changed = yaml.safe_load(file.read_text()) | {"evaluate": evaluate}
     file.write_text(yaml.safe_dump(changed))
     for _ in range(2):
         assert experiment.main([str(file)]) == 0

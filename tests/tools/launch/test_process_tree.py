@@ -13,8 +13,8 @@ from tests.slurm_cluster import until
 
 PROGRAM = "import os, sys; from openrlhf_gtpo.tools.launch.process_tree import run_and_clear; "
 PROGRAM += "sys.exit(run_and_clear(sys.argv[2:], os.environ, patience=float(sys.argv[1])))"
-# Half a second for whatever does not get the program's patience.
-HASTY = f"from openrlhf_gtpo.tools.launch import process_tree; process_tree._PATIENCE = 0.5; {PROGRAM}"
+# Its clock runs ten times as fast.
+HASTY = f"import time; clock = time.monotonic; time.monotonic = lambda: 10 * clock(); {PROGRAM}"
 ROOT = Path(__file__).resolve().parents[3]
 
 

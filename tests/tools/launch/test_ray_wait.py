@@ -30,6 +30,7 @@ class Head(ThreadingHTTPServer):
     def __init__(self, joining: list[str], job: str = "SUCCEEDED", refusals: int = 0) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.joining, self.job, self.refusals = joining, job, refusals
+        self.nodes: Any = ()  # what it says instead
         self.asked, self.tokens = 0, set[str]()
 
     @property
@@ -48,7 +49,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.asked += 1
         nodes = [{"node_name": name, "state": "ALIVE"} for name in self.server.joining[: self.server.asked]]
         nodes.append({"node_name": "n3", "state": "DEAD"})
-        self._answer(200, {"data": {"result": {"result": nodes}}})
+        answer = nodes if self.server.nodes == () else self.server.nodes
+        self._answer(200, {"data": {"result": {"result": answer}}})
 
     def do_POST(self) -> None:
         if self.server.refusals:
@@ -268,10 +270,12 @@ def test_a_node_may_open_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("nodes", [None, [None], [{"node_name": [], "state": "ALIVE"}]])
-def test_a_dashboard_that_answers_otherwise_has_no_nodes_yet(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    dashboard = ray_wait.Dashboard("http://127.0.0.1:1", None)
-    monkeypatch.setattr(dashboard, "_ask", lambda path: {"data": {"result": {"result": nodes}}})
-    assert dashboard.alive() == set()
+def test_a_dashboard_that_answers_otherwise_has_no_nodes_yet(nodes: Any, serve: Any) -> None:
+    head = serve(["n1"])
+    head.nodes = nodes
+    assert ray_wait.Dashboard(head.url, None).alive() == set()
+    head.nodes = ()
+    assert ray_wait.Dashboard(head.url, None).alive() == {"n1"}
 
 
 @pytest.mark.parametrize(
@@ -305,16 +309,16 @@ def test_the_heads_own_processes_wait_for_one_that_is_slow_to_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Whoever sets Ray's variable decides."""
-    seen: list[str] = []
-    monkeypatch.setattr(ray_node, "run_and_clear", lambda _, environment: seen.append(environment[CONNECT]) or 0)
+    seen: list[dict[str, str]] = []
+    monkeypatch.setattr(ray_node, "run_and_clear", lambda _, environment: seen.append(environment) or 0)
     monkeypatch.delenv(CONNECT, raising=False)
     node = Node("n1", "127.0.0.1", None, 6379, tmp_path)
     assert ray_node.run_node(node, None, None) == 0
     monkeypatch.setenv(CONNECT, "7")
     assert ray_node.run_node(node, None, None) == 0
-    assert seen == ["600", "7"]
+    assert [environment[CONNECT] for environment in seen] == ["600", "7"]
     parts = "RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT"
-    assert parts in ray_node._PATIENCE
+    assert parts in seen[0]
     ray = importlib.util.find_spec("ray")
     assert ray and ray.origin
     assert f'"{parts}"' in (Path(ray.origin).parent / "dashboard" / "consts.py").read_text()

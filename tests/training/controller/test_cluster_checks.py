@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,7 +48,12 @@ def run_of(actor: int, engines: int, colocated: bool = False) -> SimpleNamespace
 
 def node(name: str, gpus: int, cpus: int = 99) -> dict[str, Any]:
     resources = {"GPU": gpus, "CPU": cpus}
-    return {"NodeName": name, "NodeID": name, "NodeManagerAddress": "10.0.0.1", "Resources": resources}
+    return {
+        "NodeName": name,
+        "NodeID": name.encode().ljust(28, b"\0").hex(),
+        "NodeManagerAddress": "10.0.0.1",
+        "Resources": resources,
+    }
 
 
 @pytest.mark.parametrize(
@@ -101,15 +108,25 @@ def test_engines_for_which_no_node_has_enough_gpus_are_refused(
     assert said.endswith("n7: 4 GPUs; sizes that fit, with as many more engines: 1, 2, 4.")
 
 
+def on_nodes(monkeypatch: pytest.MonkeyPatch, answer: Callable[..., Any]) -> None:
+    """Have ``answer``, which gets the node's name too, stand for functions that are called on a node."""
+
+    def remote(scheduling_strategy: Any, **options: Any) -> Any:
+        name = bytes.fromhex(scheduling_strategy.node_id).rstrip(b"\0").decode()
+        return lambda function: SimpleNamespace(remote=partial(answer, name, function))
+
+    monkeypatch.setattr(ray, "remote", remote)
+
+
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The run's folder as node n2 sees it; n1 sees what the driver sees."""
     folder = tmp_path / "n2"
 
-    def look(where: dict[str, Any], function: Any, token: str, patience: float) -> str | None:
-        return function(token if where["NodeName"] == "n1" else str(folder / Path(token).name), 0)
+    def look(node: str, function: Any, token: str, patience: float) -> str | None:
+        return function(token if node == "n1" else str(folder / Path(token).name), 0)
 
-    monkeypatch.setattr(cluster_checks, "_start_on", look)
+    on_nodes(monkeypatch, look)
     monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
     return folder
 
@@ -161,12 +178,12 @@ def test_a_guide_that_is_larger_than_memory_is_refused(
 ) -> None:
     """Qwen2.5-7B has 7.6e9 parameters, which the planner gives 2 bytes each; a quantized model is not checked."""
 
-    def ask(node: dict[str, Any], function: Any) -> int:
+    def ask(node: str, function: Any) -> int:
         assert function.__name__ == {"cuda": "gpu_memory", "cpu": "free_memory"}[kind]
         return int(memory)
 
     monkeypatch.setenv(platform.PLATFORM_VARIABLE, kind)
-    monkeypatch.setattr(cluster_checks, "_start_on", ask)
+    on_nodes(monkeypatch, ask)
     monkeypatch.setattr(cluster_checks.ray, "get", lambda answers: answers)
     guide = EngineGroup("--algo.guide", str(tmp_path), 1, size, 0.3, "serve it elsewhere")
     (tmp_path / "config.json").write_text(json.dumps(PRESETS["7b"]))
@@ -184,7 +201,7 @@ def test_this_hosts_memory_is_known() -> None:
 
 
 def test_a_node_that_cannot_look_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_checks, "_start_on", lambda *of: None)
+    on_nodes(monkeypatch, lambda *of: None)
 
     def died(reference: Any, timeout: float) -> None:
         raise ray.exceptions.RayTaskError("look_for", "traceback", ImportError("no module named openrlhf_gtpo"))

@@ -35,7 +35,7 @@ class Engine:
 
 
 @pytest.fixture
-def killed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Engine]]:
+def killed(monkeypatch: pytest.MonkeyPatch, brief_waits: None) -> Iterator[list[Engine]]:
     """The engines that were killed, under a Ray that has a result at once or never; killed engines are being started.
     The thread that watches engines ends with the test: later it would ask, and thereby start, the real Ray."""
     found: list[Engine] = []
@@ -59,7 +59,6 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Engine]]:
 
     stand_in = SimpleNamespace(get=get, kill=kill, wait=wait, exceptions=ray.exceptions)
     monkeypatch.setattr(module, "ray", stand_in)
-    monkeypatch.setattr(module, "_LOOK_EVERY", 0.01)
     yield found
     over.set()
     for thread in set(threading.enumerate()) - set(before):

@@ -243,9 +243,13 @@ def test_whole_groups_are_sampled_anew_each_step(tmp_path: Path, monkeypatch: py
 
 def test_training_may_take_experiences_apart_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Upstream's ``split_experience_batch``, which deals rows to replicas, leaves experiences without an index."""
-    split, rows = threading.Event(), RolloutDumper._rows
-    monkeypatch.setattr(RolloutDumper, "_rows", lambda *given: split.wait(60) and rows(*given))
-    run = Run(rollout(seed=3), dump_arguments(tmp_path), monkeypatch)
+    split, run = threading.Event(), Run(rollout(seed=3), dump_arguments(tmp_path), monkeypatch)
+
+    def decode(tokens: tuple[int, ...], **options: Any) -> str:  # of the first row, when the others are unread
+        assert split.wait(60)
+        return Tokenizer().decode(tokens, **options)
+
+    monkeypatch.setattr(run.tokenizer, "decode", decode)
     for experience in run.make(1):
         split_experience_batch(experience)
     split.set()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.training.settings.megatron_overrides import _FLAGS, parse_overrides
+from openrlhf_gtpo.training.settings.megatron_overrides import FLAGS, parse_overrides
 
 
 def refusal(*words: str, flag: str = "override") -> str:
@@ -126,9 +126,9 @@ def test_which_refuses_in_the_same_way(word: str, message: str) -> None:
     assert found.startswith(f"--megatron.ddp {word}") and message in found
 
 
-@pytest.mark.parametrize("flag", _FLAGS)
+@pytest.mark.parametrize("flag", FLAGS)
 def test_reserved_names_are_fields_of_megatron(flag: str) -> None:
-    module, name, contradicting = _FLAGS[flag]
+    module, name, contradicting = FLAGS[flag]
     config = getattr(importlib.import_module(f"megatron.core.{module}"), name)
     refused = " ".join(contradicting.values()).split()
     assert set(refused) <= {field.name for field in dataclasses.fields(config)} and len(set(refused)) == len(refused)
