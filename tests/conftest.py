@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.startup import sitecustomize
+from tests.support import ROOT
 
 # No time limits: a first example may import Megatron, and a shared machine may stall for seconds. The same examples
 # every time: a rare input is found by whoever changes the test or runs it under another profile
@@ -43,6 +44,9 @@ if _STARTUP not in os.environ.get("PYTHONPATH", "").split(os.pathsep):  # a pyte
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_STARTUP, os.environ.get("PYTHONPATH")]))
 sys.path.append(_STARTUP)  # from which some processes get their PYTHONPATH
 
+
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # for processes that import `tests.support` as this one does
 
 # Files that one worker has to itself, one after the other. Whole runs take some 4 GB of memory each and often wait, so
 # two of the three workers are on these at a time. Ranks are forked by a server that imports Megatron, one per worker.
@@ -99,12 +103,22 @@ def tiny_model() -> Path:
     """The smoke run's model, from the project's cache if a smoke run has already made this version."""
     from openrlhf_gtpo.cli import prepare
 
-    folder = Path(__file__).resolve().parents[1] / ".cache" / "quickstart" / "tiny-model"
+    folder = ROOT / ".cache" / "quickstart" / "tiny-model"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / "tiny-model.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one pytest worker makes it, which takes 20 s
         assert prepare.main(["tiny-model", "--output", str(folder)]) == 0
     return folder
+
+
+@pytest.fixture
+def lone_rank() -> Iterator[None]:
+    """This process is the only rank of a gloo group."""
+    import torch
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture

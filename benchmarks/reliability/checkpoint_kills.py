@@ -25,7 +25,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "megatron"))  # whose files import each other so
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from openrlhf_gtpo import platform  # noqa: E402
@@ -35,8 +34,6 @@ platform.activate()
 
 import deepspeed  # noqa: E402
 import torch  # noqa: E402
-from checkpoint_program import make_trainer  # noqa: E402
-from families import make_checkpoint  # noqa: E402
 
 from openrlhf_gtpo.checkpoints.files import check_file  # noqa: E402
 from openrlhf_gtpo.checkpoints.folder import newest_whole, read_manifest  # noqa: E402
@@ -46,6 +43,8 @@ from openrlhf_gtpo.megatron.parallel import groups  # noqa: E402
 from openrlhf_gtpo.megatron.parallel.layout import Layout  # noqa: E402
 from openrlhf_gtpo.platform.results import write_results  # noqa: E402
 from openrlhf_gtpo.training.actors.strategy import Strategy  # noqa: E402
+from tests.support.checkpoint_program import make_trainer  # noqa: E402
+from tests.support.families import make_checkpoint  # noqa: E402
 
 RANKS = 2
 SHAPE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "head_dim": 64}  # 14 M parameters

@@ -4,18 +4,13 @@ tests/tools/planner/test_training_memory.py, rank by rank.
     python3 -m benchmarks.studies.planner_memory --output benchmarks/results/planner_memory.json   two minutes, no GPU
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
-_TESTS = Path(__file__).resolve().parents[2] / "tests"
-sys.path[:0] = [str(_TESTS / "megatron"), str(_TESTS / "tools" / "planner")]  # whose files import each other so
-
-from rank_pool import RankPool  # noqa: E402
-from test_training_memory import SEEN, UNSEEN, measured_and_planned  # noqa: E402
-
-from openrlhf_gtpo.cli import Parser  # noqa: E402
-from openrlhf_gtpo.platform.results import write_results  # noqa: E402
+from openrlhf_gtpo.cli import Parser
+from openrlhf_gtpo.platform.results import write_results
+from tests.support.rank_pool import RankPool
+from tests.tools.planner.test_training_memory import SEEN, UNSEEN, measured_and_planned
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from openrlhf_gtpo.cli import Parser
 from openrlhf_gtpo.cli.report import main as report
 from openrlhf_gtpo.platform.results import write_results
-from tests.tools.experiment.simulated import EFFECT, SCENARIOS, coverage, draw
+from tests.support.simulated import EFFECT, SCENARIOS, coverage, draw
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = ROOT / "docs" / "results" / "quickstart" / "runs.tar.xz"

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from algorithms_reference import ragged_batch
 
 from openrlhf_gtpo.algorithms import (
     GRPOSConfig,
@@ -15,6 +14,7 @@ from openrlhf_gtpo.algorithms import (
     gtpo_parts,
     gtpo_shares,
 )
+from tests.support.algorithms_reference import ragged_batch
 
 CALLS = [
     (gtpo_parts, GTPOConfig()),

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from algorithms_reference import bonus_lists, forking_lists, grpo_lists, penalties, ragged_batch, scatter, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +17,15 @@ from openrlhf_gtpo.algorithms import (
     forking_token_mask,
     forking_tokens_advantages,
     grpo_advantages,
+)
+from tests.support.algorithms_reference import (
+    bonus_lists,
+    forking_lists,
+    grpo_lists,
+    penalties,
+    ragged_batch,
+    scatter,
+    tokens_of,
 )
 
 

@@ -5,7 +5,6 @@ from typing import get_args, get_type_hints
 
 import pytest
 import torch
-from algorithms_reference import advantage_lists, grpo_s_reward_lists, penalties, ragged_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from openrlhf_gtpo.algorithms import (
     gtpo_advantages,
     success,
 )
+from tests.support.algorithms_reference import advantage_lists, grpo_s_reward_lists, penalties, ragged_batch
 
 VARIANTS = get_args(get_type_hints(GRPOSConfig)["variant"])
 SHAPES = list(itertools.product(VARIANTS, ["arithmetic", "geometric"]))

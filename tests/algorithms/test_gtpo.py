@@ -5,11 +5,18 @@ from typing import get_args, get_type_hints
 
 import pytest
 import torch
-from algorithms_reference import advantage_lists, gtpo_reward_lists, penalties, ragged_batch, scatter, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrlhf_gtpo.algorithms import GTPOConfig, gtpo_advantages, gtpo_parts, gtpo_shares, success
+from tests.support.algorithms_reference import (
+    advantage_lists,
+    gtpo_reward_lists,
+    penalties,
+    ragged_batch,
+    scatter,
+    tokens_of,
+)
 
 VARIANTS = get_args(get_type_hints(GTPOConfig)["variant"])
 COMPARE = ["position", "response", "group"]

@@ -5,13 +5,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from algorithms_reference import loss as loss_by_loop
-from algorithms_reference import ragged_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrlhf_gtpo.algorithms import ESTIMATORS, GRPOSConfig, grpo_s_advantages, policy_surrogate
 from openrlhf_gtpo.algorithms.losses import sequence_ratio
+from tests.support.algorithms_reference import loss as loss_by_loop
+from tests.support.algorithms_reference import ragged_batch
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 LEVELS = [("token", "arithmetic"), ("sequence", "arithmetic"), ("sequence", "geometric")]

@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from algorithms_reference import ragged_batch, scatter, surrogate_pairs, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,6 +30,7 @@ from openrlhf_gtpo.algorithms.surrogates import (
     stare_surrogate,
     token_covariance,
 )
+from tests.support.algorithms_reference import ragged_batch, scatter, surrogate_pairs, tokens_of
 
 # Settings under which part of a small batch is clipped, drawn or marked, and part is not.
 CONFIGS = {

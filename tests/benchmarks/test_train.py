@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from command_lines import argv_of
 
 from benchmarks.suite import train as train_benchmark
 from benchmarks.suite.step_phases import PHASES
@@ -21,8 +20,9 @@ from openrlhf_gtpo.cli import benchmark
 from openrlhf_gtpo.errors import TrainingStopped, UsageError
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.training.run import parse
-from tests.e2e import phases
 from tests.e2e.conftest import REWARD
+from tests.support import phases
+from tests.support.command_lines import argv_of
 
 pytestmark = pytest.mark.usefixtures("no_engine")
 

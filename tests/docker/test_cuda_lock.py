@@ -9,13 +9,13 @@ import re
 import subprocess
 
 import pytest
-from dockerfiles import ROOT, arguments, instructions
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from openrlhf_gtpo.megatron.fp8.options import TRANSFORMER_ENGINE
 from openrlhf_gtpo.training.settings import guard
+from tests.support.dockerfiles import ROOT, arguments, instructions
 
 # Packages on which the two environments cannot agree, and why.
 DIFFERENT = {

@@ -5,9 +5,9 @@ import re
 import subprocess
 
 import pytest
-from dockerfiles import DOCKERFILES, ROOT, arguments, instructions, is_ignored
 
 import openrlhf_gtpo
+from tests.support.dockerfiles import DOCKERFILES, ROOT, arguments, instructions, is_ignored
 
 both = pytest.mark.parametrize("platform", DOCKERFILES)
 

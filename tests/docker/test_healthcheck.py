@@ -7,7 +7,8 @@ import sys
 from types import ModuleType
 
 import pytest
-from dockerfiles import ROOT
+
+from tests.support.dockerfiles import ROOT
 
 HEALTHCHECK = ROOT / "docker" / "healthcheck.py"
 

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from dockerfiles import ROOT, instructions
+
+from tests.support.dockerfiles import ROOT, instructions
 
 SETUP_ENV = "examples/scripts/setup_env.sh"
 

@@ -16,7 +16,7 @@ import pytest
 from benchmarks.suite.step_phases import Setup
 from openrlhf_gtpo.report import names
 from tests.e2e.conftest import ROOT
-from tests.e2e.phases import check_phases
+from tests.support.phases import check_phases
 
 # Policy, reference model and engines take turns on both GPUs; old log-probs are those of policy and reference.
 EVERYWHERE = Setup(

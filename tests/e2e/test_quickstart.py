@@ -16,7 +16,7 @@ from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import read_runs
 from openrlhf_gtpo.training import host, run
 from tests.e2e.conftest import REWARD, ROOT
-from tests.e2e.phases import check_phases
+from tests.support.phases import check_phases
 
 SCRIPT = ROOT / "examples" / "scripts" / "quickstart.sh"
 

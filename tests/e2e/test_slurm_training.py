@@ -17,8 +17,8 @@ import pytest
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.rollouts import read_dump
 from tests.e2e.conftest import Finished
-from tests.e2e.holding import Hold
-from tests.slurm_cluster import SlurmCluster, until
+from tests.support.holding import Hold
+from tests.support.slurm_cluster import SlurmCluster, until
 from tests.tools.launch.conftest import Job, cluster, submit  # noqa: F401  # a fixture
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -27,8 +27,8 @@ from openrlhf_gtpo.report.rollouts import find_dumps, read_settings
 from openrlhf_gtpo.training.checks.model import Model
 from openrlhf_gtpo.training.controller.checkpoint_disk import checkpoint_bytes
 from tests.e2e.conftest import Finished, finish
-from tests.e2e.holding import Hold
-from tests.slurm_cluster import until
+from tests.support.holding import Hold
+from tests.support.slurm_cluster import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 

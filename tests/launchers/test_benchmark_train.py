@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launcher_runs import SCRIPTS, resolved, run_script
 
 from openrlhf_gtpo.cli import benchmark
+from tests.support.launcher_runs import SCRIPTS, resolved, run_script
 
 
 def _asked(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:

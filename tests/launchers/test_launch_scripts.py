@@ -11,13 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from launcher_runs import PRESETS, ROOT, SCRIPTS, resolved, run_script
 
 from openrlhf_gtpo.algorithms import SURROGATES
 from openrlhf_gtpo.cli import plan
 from openrlhf_gtpo.tools.planner.assumptions import Assumptions
 from openrlhf_gtpo.training import run
 from openrlhf_gtpo.training.settings.megatron_flags import fp8_of, layout_of
+from tests.support.launcher_runs import PRESETS, ROOT, SCRIPTS, resolved, run_script
 
 PAPER = {"gtpo": ("gtpo", {"alpha1": 1.0, "alpha2": 0.1}), "grpo_s": ("grpo_s", {"beta1": 1.0, "beta2": 0.1})}
 

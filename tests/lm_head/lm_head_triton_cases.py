@@ -8,9 +8,9 @@ import math
 
 import pytest
 import torch
-from lm_head_reference import gradients, make_case, make_logits, naive
 
 from openrlhf_gtpo.lm_head import kernels, linear_log_prob_and_entropy, log_prob_and_entropy
+from tests.support.lm_head_reference import gradients, make_case, make_logits, naive
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

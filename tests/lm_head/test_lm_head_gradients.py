@@ -4,12 +4,12 @@ import functools
 
 import pytest
 import torch
-from lm_head_reference import gradients, make_case, naive
 
 from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy, tiles
 from openrlhf_gtpo.lm_head.portable import PortableTile
 from openrlhf_gtpo.lm_head.projection import Settings, plan_sweeps
 from openrlhf_gtpo.lm_head.shard import VocabularyShard
+from tests.support.lm_head_reference import gradients, make_case, naive
 
 WANTED = [(True, False), (False, True), (True, True)]
 

@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy, projection
+from tests.support import ROOT
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads peak memory from Linux's /proc")
 def test_peak_memory_beyond_inputs_and_outputs_stays_within_the_budget():
-    program = Path(__file__).with_name("lm_head_memory.py")
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run([sys.executable, str(program)], env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "tests.support.lm_head_memory"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     # A few numbers per token and the allocator's rounding come on top of the budget: 1 MiB at this size.

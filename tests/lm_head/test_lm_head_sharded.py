@@ -6,14 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lm_head_ranks import check_everything
-from lm_head_reference import make_case, naive
-from rank_pool import RankPool
 
 from openrlhf_gtpo.lm_head.portable import PortableTile
 from openrlhf_gtpo.lm_head.projection import forward
 from openrlhf_gtpo.lm_head.softmax import TokenStatistics
 from openrlhf_gtpo.lm_head.tiles import Tile
+from tests.support.lm_head_ranks import check_everything
+from tests.support.lm_head_reference import make_case, naive
+from tests.support.rank_pool import RankPool
 
 
 @pytest.mark.slow

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from lm_head_reference import make_case
 
 from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy
+from tests.support.lm_head_reference import make_case
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lm_head_reference import VOCABULARIES, log_prob_and_entropy, make_case, make_logits, naive
 from torch._dynamo.utils import counters
 
 import openrlhf_gtpo.lm_head
@@ -14,6 +13,7 @@ from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy, portable
 from openrlhf_gtpo.lm_head.portable import PortableTile
 from openrlhf_gtpo.lm_head.projection import Settings
 from openrlhf_gtpo.lm_head.shard import VocabularyShard
+from tests.support.lm_head_reference import VOCABULARIES, log_prob_and_entropy, make_case, make_logits, naive
 
 FLAT, ORDINARY, PEAKED = 0.0, 1.0, 12.0
 

@@ -1,16 +1,12 @@
 """Rank processes that the Megatron tests share, since starting them and importing Megatron costs more than most tests,
 and checkpoints of two shapes."""
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from families import SHALLOW, make_checkpoint  # noqa: E402
-from rank_pool import RankPool  # noqa: E402
+from tests.support.families import SHALLOW, make_checkpoint
+from tests.support.rank_pool import RankPool
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -284,16 +283,6 @@ def test_what_is_set_aside_is_neither_found_nor_removed(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
-    """This process is the only rank."""
-    import torch
-
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.fixture
 def damaged(tmp_path: Path) -> Path:
     """The manifest of the newest of two checkpoints."""
     write(tmp_path, "t1"), write(tmp_path, "t2")
@@ -304,7 +293,7 @@ def damaged(tmp_path: Path) -> Path:
 
 
 def test_a_warning_says_what_was_wrong_and_where_it_is_now(
-    alone: None, damaged: Path, capsys: pytest.CaptureFixture[str]
+    lone_rank: None, damaged: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from openrlhf_gtpo.checkpoints.together import choose
 
@@ -318,7 +307,7 @@ def test_a_warning_says_what_was_wrong_and_where_it_is_now(
 
 
 def test_a_folder_in_which_nothing_can_be_set_aside(
-    alone: None, damaged: Path, monkeypatch: pytest.MonkeyPatch
+    lone_rank: None, damaged: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All ranks fail, not the first alone."""
     from openrlhf_gtpo.checkpoints.together import choose

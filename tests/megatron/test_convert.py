@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from export_program import alone
-from families import make_checkpoint
-from moe_program import make_mixture
-from rank_pool import RankPool
 from safetensors.torch import save_file
-from test_megatron_export import tensors
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.cli import convert as cli
+from tests.megatron.test_megatron_export import tensors
+from tests.support.export_program import alone
+from tests.support.families import make_checkpoint
+from tests.support.moe_program import make_mixture
+from tests.support.rank_pool import RankPool
 
 
 @dataclass

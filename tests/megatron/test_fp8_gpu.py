@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_fp8_linear import ALONE, make
 
 import openrlhf_gtpo.megatron  # noqa: F401  before Transformer Engine, for which it sets a variable
 from openrlhf_gtpo.megatron.fp8.quantize import (
@@ -22,6 +21,7 @@ from openrlhf_gtpo.megatron.fp8.quantize import (
     quantize_blocks,
     scale_of,
 )
+from tests.megatron.test_fp8_linear import ALONE, make
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fp8_reference import scale, there_and_back
 
 from openrlhf_gtpo.megatron.fp8.fp8 import EmulatedLinear
 from openrlhf_gtpo.megatron.fp8.options import Fp8Options
 from openrlhf_gtpo.megatron.fp8.quantize import COLUMNS, ROWS, SQUARES
+from tests.support.fp8_reference import scale, there_and_back
 
 ALONE: dict[str, Any] = {"sequence_parallel": False, "allreduce_dgrad": False, "tp_group": None}
 ROWS_, INNER, OUTER = 150, 140, 33  # none a multiple of 128

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from fp8_reference import FORMATS, numbers, rounded, there_and_back
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from openrlhf_gtpo.megatron.fp8.quantize import (
     quantize_blocks,
     scale_of,
 )
+from tests.support.fp8_reference import FORMATS, numbers, rounded, there_and_back
 
 DTYPES = {"e4m3": E4M3, "e5m2": E5M2}
 

@@ -4,12 +4,12 @@ groups that take a GPU's memory before they are used."""
 from pathlib import Path
 
 import pytest
-from families import SHALLOW, make_checkpoint, ragged_rows
-from logits_program import devices_of_groups, sft_losses, threads
-from moe_program import make_mixture
-from rank_pool import RankPool
 
 from openrlhf_gtpo.megatron.parallel.layout import Layout
+from tests.support.families import SHALLOW, make_checkpoint, ragged_rows
+from tests.support.logits_program import devices_of_groups, sft_losses, threads
+from tests.support.moe_program import make_mixture
+from tests.support.rank_pool import RankPool
 
 
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])

@@ -5,25 +5,22 @@ killed save leaves the previous one, and any that is damaged or of another model
 import functools
 import os
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import checkpoint_program as program
 import pytest
 import torch
-from families import SHALLOW, make_checkpoint
-from rank_pool import RankPool
 from transformers import AutoConfig
 
 from openrlhf_gtpo.checkpoints.files import CheckpointError
 from openrlhf_gtpo.checkpoints.folder import check_checkpoint, newest_whole
 from openrlhf_gtpo.megatron.checkpoint import state
 from openrlhf_gtpo.megatron.parallel.layout import Layout
+from tests.support import checkpoint_program as program
+from tests.support.families import SHALLOW, make_checkpoint
+from tests.support.rank_pool import RankPool
 
 SAVED_AT = Layout(tensor_model_parallel_size=2)
 RESUMED_AT = {
@@ -205,13 +202,8 @@ def test_a_failed_save_is_reported_and_leaves_the_previous_one(model: Path, tmp_
 def test_a_process_that_is_killed_while_it_writes_leaves_the_previous_one(
     model: Path, tmp_path: Path, one_rank: RankPool
 ) -> None:
-    ended = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("crash_program.py")), str(model), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    with RankPool(1) as pool, pytest.raises(AssertionError, match="^rank 0:\nno answer$"):
+        pool.run(program.die_while_writing, str(model), str(tmp_path))
     assert newest_whole(tmp_path) == tmp_path / "step1"
     check_checkpoint(tmp_path / "step1", AutoConfig.from_pretrained(model), for_training=True)
     assert [path.name.split(".tmp-")[0] for path in tmp_path.iterdir() if ".tmp-" in path.name] == ["step2"]

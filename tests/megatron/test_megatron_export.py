@@ -5,15 +5,15 @@ shard size, and damages nothing in its folder.
 import json
 from pathlib import Path
 
-import export_program as program
 import pytest
 import torch
-from families import make_checkpoint
-from rank_pool import RankPool
 from safetensors import safe_open
-from test_megatron_logits import LAYOUTS, MODELS
 
 from openrlhf_gtpo.megatron.parallel.layout import Layout
+from tests.megatron.test_megatron_logits import LAYOUTS, MODELS
+from tests.support import export_program as program
+from tests.support.families import make_checkpoint
+from tests.support.rank_pool import RankPool
 
 IN_BFLOAT16 = ("llama", "qwen2-tied", "qwen3-tied")
 

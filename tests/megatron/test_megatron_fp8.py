@@ -8,20 +8,20 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import fp8_program as program
 import numpy as np
 import pytest
 import torch
-from families import make_checkpoint, ragged_rows
 from megatron.core import fp8_utils
-from rank_pool import RankPool
-from test_fp8_linear import make, run
-from training_program import gradients
 
 from openrlhf_gtpo.megatron.fp8.fp8 import Fp8
 from openrlhf_gtpo.megatron.fp8.options import RECIPES, Fp8Options
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.megatron.train import schedule
+from tests.megatron.test_fp8_linear import make, run
+from tests.support import fp8_program as program
+from tests.support.families import make_checkpoint, ragged_rows
+from tests.support.rank_pool import RankPool
+from tests.support.training_program import gradients
 
 ROWS = ragged_rows(151, [40, 150, 7], seed=4)
 BLOCKWISE = Fp8Options("emulated", "blockwise")

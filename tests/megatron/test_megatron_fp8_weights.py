@@ -4,15 +4,15 @@ numbers used in training, and exports the exact ones.
 
 from pathlib import Path
 
-import fp8_weights_program as program
 import numpy as np
 import pytest
 import torch
-from families import ragged_rows
-from rank_pool import RankPool
 
 from openrlhf_gtpo.megatron.fp8.options import Fp8Options
 from openrlhf_gtpo.megatron.parallel.layout import Layout
+from tests.support import fp8_weights_program as program
+from tests.support.families import ragged_rows
+from tests.support.rank_pool import RankPool
 
 ROWS = ragged_rows(151, [40, 150, 7], seed=4)
 # These two recipes take scales from the weights. The shards of DP4, and of the others' two replicas, cut blocks.

@@ -11,13 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import fp8_program as program
 import numpy as np
 import pytest
 import torch
-from checkpoint_program import train
-from families import make_checkpoint, ragged_rows
-from logits_program import all_actions, on
 
 from openrlhf_gtpo.megatron.checkpoint.checkpoints import Checkpoints
 from openrlhf_gtpo.megatron.fp8 import weights as fp8_weights
@@ -26,6 +22,10 @@ from openrlhf_gtpo.megatron.model import policy as model
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.megatron.train.offload import Offload
 from openrlhf_gtpo.megatron.train.trainer import OptimizerOptions, Trainer
+from tests.support import fp8_program as program
+from tests.support.checkpoint_program import train
+from tests.support.families import make_checkpoint, ragged_rows
+from tests.support.logits_program import all_actions, on
 
 pytestmark = [
     pytest.mark.gpu,

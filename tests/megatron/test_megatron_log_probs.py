@@ -8,12 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from families import SHALLOW, make_checkpoint, ragged_rows
-from logits_program import head_without_room, log_probs_and_entropies, offloaded_twin, pinned_memory, sft_losses
-from rank_pool import RankPool
-from test_megatron_logits import LAYOUTS, MICRO_BATCHES
 
 from openrlhf_gtpo.megatron.parallel.layout import Layout
+from tests.megatron.test_megatron_logits import LAYOUTS, MICRO_BATCHES
+from tests.support.families import SHALLOW, make_checkpoint, ragged_rows
+from tests.support.logits_program import (
+    head_without_room,
+    log_probs_and_entropies,
+    offloaded_twin,
+    pinned_memory,
+    sft_losses,
+)
+from tests.support.rank_pool import RankPool
 
 TEMPERATURE = 0.7
 BOUNDS = {"float32": 1e-5, "bfloat16": 2e-2}

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from families import SHALLOW, make_checkpoint, ragged_rows
-from logits_program import full_weights, logits, logits_of_hub, several
-from rank_pool import RankPool
 from safetensors.torch import load_file
 
 from openrlhf_gtpo.megatron.parallel.layout import Layout
+from tests.support.families import SHALLOW, make_checkpoint, ragged_rows
+from tests.support.logits_program import full_weights, logits, logits_of_hub, several
+from tests.support.rank_pool import RankPool
 
 LAYOUTS = {
     "TP1": Layout(),

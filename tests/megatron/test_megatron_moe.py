@@ -5,20 +5,19 @@ torch's AdamW, and replicas that share experts wait for each other when their wo
 from pathlib import Path
 from typing import NamedTuple
 
-import checkpoint_program
-import export_program
 import numpy as np
 import pytest
 import torch
-from families import ragged_rows
-from logits_program import full_weights, log_probs_and_entropies, logits, several
-from moe_program import LAYOUTS, MODELS, by_expert, make_mixture, uneven_log_probs
-from rank_pool import RankPool
 from safetensors.torch import load_file
-from test_megatron_training import ADAM, Reference, assert_close, assert_same_training, steps_for
-from training_program import gradients, train
 
 from openrlhf_gtpo.megatron.parallel.layout import Layout
+from tests.megatron.test_megatron_training import ADAM, Reference, assert_close, assert_same_training, steps_for
+from tests.support import checkpoint_program, export_program
+from tests.support.families import ragged_rows
+from tests.support.logits_program import full_weights, log_probs_and_entropies, logits, several
+from tests.support.moe_program import LAYOUTS, MODELS, by_expert, make_mixture, uneven_log_probs
+from tests.support.rank_pool import RankPool
+from tests.support.training_program import gradients, train
 
 MICRO_BATCHES = [[5, 1, 17, 9], [30], [3, 11], [8]]
 WITH_CONTEXT = {

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import SHALLOW, make_checkpoint
-from moe_program import make_mixture
-from overlap_program import with_and_without
-from rank_pool import RankPool
 
 from openrlhf_gtpo.megatron.fp8.options import Fp8Options
 from openrlhf_gtpo.megatron.parallel.layout import Layout
+from tests.support.families import SHALLOW, make_checkpoint
+from tests.support.moe_program import make_mixture
+from tests.support.overlap_program import with_and_without
+from tests.support.rank_pool import RankPool
 
 SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 FP8 = Fp8Options("emulated", "blockwise", primary_weights=True)

@@ -7,11 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from families import SHALLOW, make_checkpoint, ragged_rows
-from logits_program import several
-from rank_pool import RankPool
-from test_megatron_logits import LAYOUTS
-from training_program import (
+
+from openrlhf_gtpo.megatron.parallel.layout import Layout
+from tests.megatron.test_megatron_logits import LAYOUTS
+from tests.support.families import SHALLOW, make_checkpoint, ragged_rows
+from tests.support.logits_program import several
+from tests.support.rank_pool import RankPool
+from tests.support.training_program import (
     TEMPERATURE,
     actions,
     batch_of,
@@ -21,8 +23,6 @@ from training_program import (
     gtpo_loss,
     train,
 )
-
-from openrlhf_gtpo.megatron.parallel.layout import Layout
 
 LAYOUTS = LAYOUTS | {
     "CP2": Layout(context_parallel_size=2),

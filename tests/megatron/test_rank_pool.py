@@ -3,9 +3,10 @@
 import os
 
 import pytest
-import rank_pool
 import torch
-from rank_pool import RankPool
+
+from tests.support import rank_pool
+from tests.support.rank_pool import RankPool
 
 
 def _fail_on_second() -> int:

@@ -4,13 +4,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support import ROOT
 
 Fresh = Callable[..., str]
 

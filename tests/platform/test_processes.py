@@ -5,9 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
-import process_functions
 import psutil
 import pytest
 
@@ -19,6 +17,7 @@ from openrlhf_gtpo.platform.processes import (
     launched_world_size,
     run_processes,
 )
+from tests.support import ROOT, process_functions
 
 pytestmark = pytest.mark.slow
 
@@ -107,8 +106,8 @@ def test_a_result_that_cannot_travel_says_so() -> None:
 
 
 def test_ranks_end_with_the_process_that_started_them() -> None:
-    script = Path(process_functions.__file__)
-    with subprocess.Popen([sys.executable, str(script), "sleep", "2"], stdout=subprocess.PIPE, text=True) as parent:
+    command = [sys.executable, "-m", process_functions.__name__, "sleep", "2"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         try:
             ranks = [psutil.Process(int(parent.stdout.readline())) for _ in range(2)]
@@ -119,8 +118,9 @@ def test_ranks_end_with_the_process_that_started_them() -> None:
 
 
 def test_under_torchrun_the_function_runs_in_the_processes_that_are_there() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", process_functions.__file__]
-    ended = subprocess.run([*command, "describe", "2", "10"], capture_output=True, text=True, timeout=300)
+    torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "-m", process_functions.__name__]
+    command = [sys.executable, "-m", *torchrun, "describe", "2", "10"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     lines = sorted(ended.stdout.splitlines())
     assert len(lines) == 2 and all("'sum': 21" in line for line in lines)

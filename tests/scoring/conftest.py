@@ -1,7 +1,6 @@
 """Lets these tests import OpenRLHF on a host without CUDA, and use the Megatron tests' checkpoints and ranks."""
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,12 +8,11 @@ import pytest
 
 from openrlhf_gtpo import platform
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "megatron"))
 os.environ.setdefault(platform.PLATFORM_VARIABLE, platform.detect())
 platform.activate()
 
-from families import make_checkpoint  # noqa: E402
-from rank_pool import RankPool  # noqa: E402
+from tests.support.families import make_checkpoint  # noqa: E402
+from tests.support.rank_pool import RankPool  # noqa: E402
 
 WORDS = ["?", "two", "three", "times", "is", "six", "and", "."]
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
 
 from openrlhf_gtpo.algorithms import GRPOSConfig, GTPOConfig
 from openrlhf_gtpo.cli.report import main
@@ -19,6 +18,7 @@ from openrlhf_gtpo.scoring import fp8_report, score
 from openrlhf_gtpo.scoring.fp8_report import QUANTILES, compare, read_credit
 from openrlhf_gtpo.scoring.inputs import ScoreModel
 from openrlhf_gtpo.training.credit.entropy_credit import EntropyCredit
+from tests.support.rank_pool import RankPool
 
 LENGTHS = [5, 9, 4, 12, 7, 6]
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rank_pool import RankPool
 
 from openrlhf_gtpo.algorithms import GTPOConfig
 from openrlhf_gtpo.cli.report import main
@@ -16,6 +15,7 @@ from openrlhf_gtpo.report.rollouts import write_dump
 from openrlhf_gtpo.scoring import score
 from openrlhf_gtpo.scoring.inputs import ScoreModel, check
 from openrlhf_gtpo.training.checks.model import Model
+from tests.support.rank_pool import RankPool
 
 PROMPTS, RESPONSES = (3, 2, 4, 3), (5, 7, 4, 6)
 

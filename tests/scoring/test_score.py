@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import make_checkpoint, ragged_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_pool import RankPool
 
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.scoring import score
 from openrlhf_gtpo.scoring.inputs import RowFile, ScoreModel
 from openrlhf_gtpo.scoring.score import fill_padded
+from tests.support.families import make_checkpoint, ragged_rows
+from tests.support.rank_pool import RankPool
 
 VOCABULARY, TEMPERATURE = 151, 0.7
 LENGTHS = [3, 1, 40, 17, 5, 2, 80, 6, 33, 9, 2, 64]

@@ -1,19 +1,14 @@
-"""Lets these tests import OpenRLHF on a host without CUDA and, in any import mode, the helpers beside them. Owns the
-fixtures that the tests of refusals share.
-"""
+"""Lets these tests import OpenRLHF on a host without CUDA. Owns the fixtures that the tests of refusals share."""
 
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from openrlhf_gtpo import platform
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1] / "megatron")]
 os.environ.setdefault(platform.PLATFORM_VARIABLE, platform.detect())
 platform.activate()
 
@@ -21,9 +16,10 @@ platform.activate()
 @pytest.fixture(scope="session")
 def actor_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny model with a tokenizer, which upstream's actors need."""
-    from families import make_checkpoint
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
+
+    from tests.support.families import make_checkpoint
 
     folder = make_checkpoint(tmp_path_factory.mktemp("model"), "llama", 64)
     words = Tokenizer(models.WordLevel({str(i): i for i in range(64)}, unk_token="0"))
@@ -48,9 +44,8 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def refused(command: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """A function that runs the test's command line with changes, which must be refused, and returns the message."""
-    from command_lines import argv_of
-
     from openrlhf_gtpo.cli import train_ppo_ray
+    from tests.support.command_lines import argv_of
 
     def run(changes: dict[str, Any], *more: str) -> str:
         assert train_ppo_ray.main([*argv_of(command | changes), *more]) == 2

@@ -15,7 +15,6 @@ from openrlhf.trainer.ray import vllm_engine
 from openrlhf.trainer.ray.utils import get_bundle_indices
 from openrlhf.utils import deepspeed
 from openrlhf.utils.deepspeed import DeepspeedStrategy
-from rollouts import arguments
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.errors import UsageError
@@ -24,6 +23,7 @@ from openrlhf_gtpo.training.actors import dispatch
 from openrlhf_gtpo.training.actors.dispatch import ActorGroup, open_store
 from openrlhf_gtpo.training.actors.strategy import Strategy
 from openrlhf_gtpo.training.features.sampler_entropy.engine import SamplerEntropyInEngine
+from tests.support.rollouts import arguments
 
 # Where Ray's PACK put 32 equal bundles on 4 nodes of 8 GPUs (ray 2.55.0): the node of each bundle.
 PACKED = "23333333" "32222222" "01111111" "10000000"

@@ -7,7 +7,6 @@ import pytest
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch
 from openrlhf.trainer.ray import ppo_actor
-from rollouts import arguments
 
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.training.actors import megatron_trainer, optimizer_steps
@@ -16,6 +15,7 @@ from openrlhf_gtpo.training.actors.optimizer_steps import MicroBatch, count_acti
 from openrlhf_gtpo.training.actors.policy_actor import DeepspeedActorTrainer
 from openrlhf_gtpo.training.features.dumps.ratios import TokenRatios
 from openrlhf_gtpo.training.features.guide.loss import GuideRatios
+from tests.support.rollouts import arguments
 
 VOCABULARY, KL_COEF = 19, 0.2
 CORRECTION = "--algo.advantage.is_correction_level"

@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import checkpoint_files_program as program
 import pytest
 import torch
-from rank_pool import RankPool
 
 from openrlhf_gtpo.checkpoints.files import DamagedError, HashedFile, check_file, describe
+from tests.support import checkpoint_files_program as program
+from tests.support.rank_pool import RankPool
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from fake_engines import guide_arguments, respond
 from vllm import SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -22,6 +21,7 @@ from openrlhf_gtpo.training.features.guide.endpoint_requests import check_endpoi
 from openrlhf_gtpo.training.features.guide.guide import Guide
 from openrlhf_gtpo.training.host import gpus_of
 from openrlhf_gtpo.training.rows import Row
+from tests.support.fake_engines import guide_arguments, respond
 
 
 def run_with(

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import rollouts
 import torch
 from openrlhf.trainer.ppo_utils.experience import (
     Experience,
@@ -18,7 +17,6 @@ from openrlhf.trainer.ppo_utils.experience import (
     split_experience_batch,
 )
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
-from rollouts import PAD, Rollout, arguments, in_sampling_order, maker, rollout
 
 from openrlhf_gtpo.algorithms import (
     ESTIMATORS,
@@ -35,6 +33,8 @@ from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.training.credit.experiences import ExperienceMaker
 from openrlhf_gtpo.training.settings.algorithms import AGGREGATION
+from tests.support import rollouts
+from tests.support.rollouts import PAD, Rollout, arguments, in_sampling_order, maker, rollout
 
 # How micro-batches are cut: in order, or balanced by length over the ranks (rows permuted, widths differ).
 LAYOUTS = {

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 import ray
-from fake_engines import (
+
+from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.report import names
+from openrlhf_gtpo.training.credit.info import off_policy_rows
+from openrlhf_gtpo.training.features.guide.guide import Guide
+from openrlhf_gtpo.training.rollout.rewards import Patience, RewardFailed
+from openrlhf_gtpo.training.rows import Row
+from tests.support.fake_engines import (
     RESCUE,
     Executor,
     PolicyExecutor,
@@ -18,13 +25,6 @@ from fake_engines import (
     seeds,
     sleeping,
 )
-
-from openrlhf_gtpo.errors import TrainingStopped
-from openrlhf_gtpo.report import names
-from openrlhf_gtpo.training.credit.info import off_policy_rows
-from openrlhf_gtpo.training.features.guide.guide import Guide
-from openrlhf_gtpo.training.rollout.rewards import Patience, RewardFailed
-from openrlhf_gtpo.training.rows import Row
 
 
 def marks(rows: list[Row]) -> list[float]:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
-from rollouts import arguments
 
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.training.credit.info import off_policy_rows
@@ -21,6 +20,7 @@ from openrlhf_gtpo.training.credit.loss import (
 )
 from openrlhf_gtpo.training.features.dumps.ratios import TokenRatios
 from openrlhf_gtpo.training.features.guide.loss import GuideRatios
+from tests.support.rollouts import arguments
 
 CAP, LOW, HIGH = 1.5, 0.2, 2.5  # the clip of positive advantages lies beyond the cap
 CLIP = ("--actor.eps_clip_low_high", str(LOW), str(HIGH - 1), "--algo.kl.init_coef", "0")

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
-from rollouts import arguments
 from torch.overrides import TorchFunctionMode
 
 from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy
 from openrlhf_gtpo.megatron.model.packing import pack
 from openrlhf_gtpo.training.actors.megatron_trainer import MegatronActorTrainer, _StepLoss
 from openrlhf_gtpo.training.credit.loss import LossInputs, LossOutputs, StepTotals, make_policy_loss
+from tests.support.rollouts import arguments
 
 META = torch.device("meta")
 MASK = torch.tensor([[1, 1, 0], [1, 1, 1]])

@@ -11,7 +11,6 @@ import torch
 from openrlhf.models import aggregate_loss
 from openrlhf.models.loss import PolicyLoss
 from openrlhf.models.utils import compute_approx_kl
-from rollouts import arguments
 
 from openrlhf_gtpo.algorithms import SURROGATES, policy_surrogate
 from openrlhf_gtpo.errors import TrainingStopped
@@ -26,6 +25,7 @@ from openrlhf_gtpo.training.credit.loss import (
     micro_batch_loss,
     rollout_correction,
 )
+from tests.support.rollouts import arguments
 
 LOW, HIGH = 0.2, 0.28
 MEANS = ("arithmetic", "geometric")

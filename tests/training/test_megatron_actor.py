@@ -9,15 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from actor_program import run_actor, start_actor
-from offload_program import run_policy, run_reference
-from rank_pool import RankPool
-from rollouts import arguments
 from transformers import AutoModelForCausalLM
 
 from openrlhf_gtpo.megatron.model.policy import ModelOptions
 from openrlhf_gtpo.megatron.parallel import groups
 from openrlhf_gtpo.training.actors import megatron_actor
+from tests.support.actor_program import run_actor, start_actor
+from tests.support.offload_program import run_policy, run_reference
+from tests.support.rank_pool import RankPool
+from tests.support.rollouts import arguments
 
 CORRECTION = ["--algo.advantage.is_correction_level", "token"]
 KL_LOSS = ["--algo.kl.use_loss", "--algo.kl.estimator", "k3", "--algo.kl.init_coef", "0.1"]

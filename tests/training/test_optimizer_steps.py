@@ -12,11 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import make_checkpoint
 from openrlhf.trainer.ray.launcher import RayActorGroup
-from rank_pool import RankPool
-from steps_program import run_averages, run_gathers, run_poisoned, run_ratios, run_rounds, run_whole_step
-from tp_program import sent_weights
 
 from openrlhf_gtpo.checkpoints.folder import write_manifest
 from openrlhf_gtpo.report import names
@@ -24,6 +20,10 @@ from openrlhf_gtpo.training.actors import dispatch, optimizer_steps
 from openrlhf_gtpo.training.actors.dispatch import ActorGroup
 from openrlhf_gtpo.training.actors.optimizer_steps import RowOrder, deal_rows
 from openrlhf_gtpo.training.credit.old_policy import count_all_steps
+from tests.support.families import make_checkpoint
+from tests.support.rank_pool import RankPool
+from tests.support.steps_program import run_averages, run_gathers, run_poisoned, run_ratios, run_rounds, run_whole_step
+from tests.support.tp_program import sent_weights
 
 LENGTHS = [9, 4, 12, 2, 7, 1, 10, 8, 5, 3, 11, 6, 13, 2, 9, 4]
 # The second round is short, as after the data's end or a filter; the last leaves one of two replicas without a row.
@@ -416,9 +416,9 @@ def test_rows_that_replicas_cannot_share_evenly_are_all_dealt_once() -> None:
 def test_what_replicas_append_is_dealt_by_tokens(order: RowOrder | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ranks of each of two replicas get the replica's rows, in micro-batches; rows in their own order stay."""
     from openrlhf.trainer.ray import launcher
-    from rollouts import arguments, maker, rollout
 
     from openrlhf_gtpo.training.credit.experiences import ExperienceMaker
+    from tests.support.rollouts import arguments, maker, rollout
 
     monkeypatch.setattr(launcher, "ray", SimpleNamespace(put=lambda value: value))
     monkeypatch.setattr(dispatch, "ray", SimpleNamespace(get=lambda value: value))
@@ -447,9 +447,8 @@ def test_what_replicas_append_is_dealt_by_tokens(order: RowOrder | None, monkeyp
 def test_rows_are_dealt_evenly() -> None:
     """Each of 4 replicas gets the same number of micro-batches, none above the given size (or above two rows for size
     1 if rows are not a multiple of the replicas); fewer rows than replicas go one by one."""
-    from rollouts import arguments, maker, rollout
-
     from openrlhf_gtpo.training.credit.experiences import ExperienceMaker
+    from tests.support.rollouts import arguments, maker, rollout
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         for prompts, size in itertools.product((1, 2, 3, 4, 5, 8), (1, 2, 4)):
@@ -560,7 +559,7 @@ def test_what_fills_up_the_last_ranks_part_of_a_weight_is_no_weight(actor_model:
 @pytest.mark.parametrize("level", ["token", "seq"])
 def test_what_compares_the_policy_with_itself_is_of_its_own_rows(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A guide's rows, where these metrics are 0, do not count, however they are dealt; for other metrics they do."""
-    from rollouts import arguments
+    from tests.support.rollouts import arguments
 
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
     monkeypatch.setattr(
@@ -578,7 +577,7 @@ def test_what_compares_the_policy_with_itself_is_of_its_own_rows(level: str, mon
 
 def test_fp16_lives_by_skipping_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """That is how DeepSpeed finds its loss scale; it ends the run itself if there is none."""
-    from rollouts import arguments
+    from tests.support.rollouts import arguments
 
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)

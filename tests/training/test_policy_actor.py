@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from rollouts import arguments
 
 from openrlhf_gtpo.algorithms import SURROGATES
 from openrlhf_gtpo.token_values import TokenValues
 from openrlhf_gtpo.training.actors.policy_actor import EntropyPolicyActor
 from openrlhf_gtpo.training.actors.policy_model import PolicyModel
 from openrlhf_gtpo.training.credit.loss import CreditLoss, UpstreamLoss, make_policy_loss
+from tests.support.rollouts import arguments
 
 TINY = {
     "vocab_size": 61,

@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 import ray
 import torch
-from fake_engines import RESCUE, answers, fours, guide_arguments, guided, sleeping
 from openrlhf.trainer.ppo_utils.experience import Experience
-from rollouts import arguments, in_sampling_order, maker, rollout
 
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.token_values import TokenValues
@@ -24,6 +22,8 @@ from openrlhf_gtpo.training.features.guide.controller import GuideInController
 from openrlhf_gtpo.training.features.guide.rescue import RescueQueue
 from openrlhf_gtpo.training.rows import Rollout, Row
 from openrlhf_gtpo.training.step import run_step
+from tests.support.fake_engines import RESCUE, answers, fours, guide_arguments, guided, sleeping
+from tests.support.rollouts import arguments, in_sampling_order, maker, rollout
 
 
 def failure(prompt: str, number: int = 0) -> Row:

@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 import ray
 import torch
-from controllers import Group, controller, engine_handle, run_arguments
-from fake_engines import RESCUE, Engine, GuideExecutor, PolicyExecutor, answers, fours
 from openrlhf.cli import train_ppo_ray
 from openrlhf.trainer import ppo_trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -32,6 +30,8 @@ from openrlhf_gtpo.training.features.guide.controller import OffPolicy
 from openrlhf_gtpo.training.rollout.sampler import Sampler
 from openrlhf_gtpo.training.rows import Row
 from openrlhf_gtpo.training.run import run
+from tests.support.controllers import Group, controller, engine_handle, run_arguments
+from tests.support.fake_engines import RESCUE, Engine, GuideExecutor, PolicyExecutor, answers, fours
 
 SCORES = {2: 0.1, 4: 0.3, 6: 0.2}  # held-out reward, by step: the best is at 4
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_engines import VOCABULARY, Engine, Executor, respond
 from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
@@ -20,6 +19,7 @@ from openrlhf_gtpo.training.rollout import rollout_actor
 from openrlhf_gtpo.training.rollout.rewards import Patience, RewardFailed, StrictRewardExecutor
 from openrlhf_gtpo.training.rollout.rollout_actor import EngineRestarted, StrictRolloutActor
 from openrlhf_gtpo.training.rows import Dropped, Row
+from tests.support.fake_engines import VOCABULARY, Engine, Executor, respond
 
 
 class Answers(Executor):

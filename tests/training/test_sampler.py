@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import ray
 import torch
-from fake_engines import PROMPTS, Executor, sampling, seeds
 
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.training.actors.strategy import Strategy
 from openrlhf_gtpo.training.rollout import sampler as sampler_module
 from openrlhf_gtpo.training.rollout.rewards import Patience, RewardFailed
 from openrlhf_gtpo.training.rows import Row
+from tests.support.fake_engines import PROMPTS, Executor, sampling, seeds
 
 
 def prompts(rows: list[Row]) -> list[str]:

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_engines import Engine
-from fake_engines import respond as ask
 from openrlhf.utils.agent import AgentExecutorBase
 from vllm import SamplingParams
 from vllm.logprobs import Logprob, create_sample_logprobs
@@ -24,6 +22,8 @@ from openrlhf_gtpo.training.features.sampler_entropy.engine import SamplerEntrop
 from openrlhf_gtpo.training.features.sampler_entropy.vllm_sampler import SamplerV2, capture, sampled_logprobs
 from openrlhf_gtpo.training.rows import Row
 from openrlhf_gtpo.training.settings import guard
+from tests.support.fake_engines import Engine
+from tests.support.fake_engines import respond as ask
 
 ROWS, VOCABULARY, TEMPERATURE, VERSION = 5, 300, 0.7, 7
 

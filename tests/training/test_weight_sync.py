@@ -4,10 +4,8 @@ Engines are processes with plain models; the trainer is one process.
 """
 
 import asyncio
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
-from pathlib import Path
 from threading import Timer
 from types import SimpleNamespace
 from typing import Any
@@ -18,17 +16,14 @@ import ray.util.state
 import torch
 from openrlhf.trainer.ray import ppo_actor
 from ray.exceptions import ActorUnavailableError
-from rollouts import arguments
 
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.training.actors.actor_trainer import wait_for_engines
 from openrlhf_gtpo.training.actors.policy_actor import DeepspeedActorTrainer
 from openrlhf_gtpo.training.rollout import rollout_actor
 from openrlhf_gtpo.weight_sync.process_engine import ProcessEngine
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "weight_sync"))
-
-from weight_workers import Worker  # noqa: E402
+from tests.support.rollouts import arguments
+from tests.support.weight_workers import Worker
 
 TRANSPORT = {
     (): "receive_weights",
@@ -37,7 +32,7 @@ TRANSPORT = {
     ("--train.colocate_all", "--train.async_enable"): "receive_weights",
 }
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("lone_rank")]
 
 
 def started() -> Future:
@@ -77,14 +72,6 @@ def actors(policy: torch.nn.Module) -> Iterator[list[Actor]]:
     yield made
     for actor in made:
         actor.engine.close()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 def trainer_of(policy: torch.nn.Module, actors: list[Actor], *argv: str) -> DeepspeedActorTrainer:

@@ -5,9 +5,9 @@ Trainer ranks (gloo) and engines are real processes with real memory between the
 """
 
 import pytest
-from colocated_program import story
 
 from openrlhf_gtpo.platform.processes import run_processes
+from tests.support.colocated_program import story
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from weight_workers import SHAPES, assert_arrived, start_engine, weights
 
 from openrlhf_gtpo.weight_sync import transports
 from openrlhf_gtpo.weight_sync.buckets import ParameterMeta, TensorBuckets
@@ -17,6 +16,7 @@ from openrlhf_gtpo.weight_sync.process_engine import ProcessEngine
 from openrlhf_gtpo.weight_sync.receipts import WeightSyncError
 from openrlhf_gtpo.weight_sync.receiver import WeightReceiver
 from openrlhf_gtpo.weight_sync.sender import WeightSender
+from tests.support.weight_workers import SHAPES, assert_arrived, start_engine, weights
 
 PARAMETERS = [ParameterMeta(name, shape) for name, shape in SHAPES.items()]
 

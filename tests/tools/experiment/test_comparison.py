@@ -6,9 +6,9 @@ import statistics
 import numpy as np
 import pytest
 from scipy import stats
-from simulated import coverage
 
 from openrlhf_gtpo.tools.experiment.comparison import p_among_all, paired_difference
+from tests.support.simulated import coverage
 
 
 def test_one_number_a_seed_is_students_paired_interval() -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from studies import write_run, write_study
 
 from openrlhf_gtpo.cli.report import main
 from openrlhf_gtpo.report.metrics import MetricsWriter, read_runs, series
 from openrlhf_gtpo.tools.experiment.comparison import paired_difference
+from tests.support.studies import write_run, write_study
 
 
 def page(*arguments: object) -> int:

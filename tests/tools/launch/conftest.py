@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.slurm_cluster import SlurmCluster, missing_daemons, three_free_ports
+from tests.support.slurm_cluster import SlurmCluster, missing_daemons, three_free_ports
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "examples" / "scripts" / "train_gtpo_slurm.sh"

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.slurm_cluster import until
+from tests.support.slurm_cluster import until
 
 PROGRAM = "import os, sys; from openrlhf_gtpo.tools.launch.process_tree import run_and_clear; "
 PROGRAM += "sys.exit(run_and_clear(sys.argv[2:], os.environ, patience=float(sys.argv[1])))"

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.slurm_cluster import SlurmCluster, until
+from tests.support.slurm_cluster import SlurmCluster, until
 from tests.tools.launch.conftest import Job, submit
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -1,17 +1,10 @@
-"""Makes the programs beside the tests importable, and also those of the Megatron tests with their pool of ranks.
+"""Pools of ranks for these tests alone: those of the Megatron tests hold what earlier layouts have left."""
 
-The tests here start their own pools: in those of the Megatron tests, what earlier layouts left would be measured too.
-"""
-
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "megatron")]
-
-from rank_pool import RankPool  # noqa: E402
+from tests.support.rank_pool import RankPool
 
 
 @pytest.fixture(scope="module")

@@ -5,14 +5,12 @@ import os
 import random
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from openrlhf_gtpo.tools.planner.decoding import Stretch, decode
-
-PROGRAM = Path(__file__).with_name("vllm_schedule_program.py")
+from tests.support import ROOT
 
 
 def rollout(
@@ -37,8 +35,8 @@ ROLLOUTS = [
 @pytest.mark.slow
 def test_rows_of_every_step_are_those_of_vllm() -> None:
     environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
-    words = [sys.executable, "-W", "ignore", str(PROGRAM), json.dumps(ROLLOUTS)]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=300)
+    words = [sys.executable, "-W", "ignore", "-m", "tests.support.vllm_schedule_program", json.dumps(ROLLOUTS)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     recomputed = 0
     for one, vllm in zip(ROLLOUTS, json.loads(done.stdout.splitlines()[-1]), strict=True):

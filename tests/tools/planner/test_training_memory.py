@@ -10,9 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from families import ragged_rows
-from memory_program import measure
-from rank_pool import RankPool
 
 from openrlhf_gtpo.megatron.fp8.options import Fp8Options
 from openrlhf_gtpo.megatron.parallel.layout import Layout
@@ -24,6 +21,9 @@ from openrlhf_gtpo.tools.planner.training_memory import (
     held_bytes,
     step_bytes,
 )
+from tests.support.families import ragged_rows
+from tests.support.memory_program import measure
+from tests.support.rank_pool import RankPool
 
 MODEL: dict[str, Any] = {
     "model_type": "qwen2",

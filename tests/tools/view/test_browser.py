@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dumps import HOSTILE, columns, write
 
 from openrlhf_gtpo.report.rollouts import find_dumps, read_dump
 from openrlhf_gtpo.tools.view.credit import credit, padded, read_methods
 from openrlhf_gtpo.tools.view.page import make_page
+from tests.support.dumps import HOSTILE, columns, write
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 METHODS = ["gtpo", "grpo_s", "gtpo:alpha2=4"]

@@ -14,13 +14,13 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from dumps import columns, write
 
 from openrlhf_gtpo.algorithms import ESTIMATORS, grpo_s_parts, gtpo_advantages, gtpo_parts, gtpo_shares
 from openrlhf_gtpo.cli import view
 from openrlhf_gtpo.report.rollouts import SCHEMA, read_dump
 from openrlhf_gtpo.tools.view.credit import credit, padded, read_methods
 from openrlhf_gtpo.tools.view.page import decimal_codes, make_page
+from tests.support.dumps import columns, write
 
 
 def read_codes(codes: np.ndarray) -> list[float]:

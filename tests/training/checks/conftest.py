@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_lines import ROWS, table
+
+from tests.support.command_lines import ROWS, table
 
 REWARD = "def reward_func(queries, prompts, labels):\n    return {'rewards': [1.0] * len(queries)}\n"
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import datasets
 import pytest
-from command_lines import ROWS, argv_of, table
 
 from openrlhf_gtpo.training.run import check, parse
+from tests.support.command_lines import ROWS, argv_of, table
 
 pytestmark = pytest.mark.usefixtures("no_engine")
 

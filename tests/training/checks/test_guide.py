@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_lines import argv_of, assert_names
 from safetensors.torch import load_file, save_file
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.training.checks.model import Model
 from openrlhf_gtpo.training.features.guide.check import check_guide
 from openrlhf_gtpo.training.run import parse
+from tests.support.command_lines import argv_of, assert_names
 
 pytestmark = pytest.mark.usefixtures("no_engine")
 

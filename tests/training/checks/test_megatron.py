@@ -7,13 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from command_lines import argv_of, assert_names
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.training import host
 from openrlhf_gtpo.training.checks.megatron import check_megatron
 from openrlhf_gtpo.training.checks.model import Model
 from openrlhf_gtpo.training.run import parse
+from tests.support.command_lines import argv_of, assert_names
 
 TP, PP = (f"--megatron.{name}_model_parallel_size" for name in ("tensor", "pipeline"))
 

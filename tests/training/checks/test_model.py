@@ -8,13 +8,13 @@ from typing import Any
 
 import httpx
 import pytest
-from command_lines import argv_of, table
 from safetensors.torch import load_file, save_file
 
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.training.checks.model import Model
 from openrlhf_gtpo.training.controller.step_costs import dense_shape
 from openrlhf_gtpo.training.run import check, parse
+from tests.support.command_lines import argv_of, table
 
 pytestmark = pytest.mark.usefixtures("no_engine")
 

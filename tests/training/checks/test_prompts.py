@@ -15,13 +15,13 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from command_lines import argv_of, table
 
 from openrlhf_gtpo.scoring.answers import questions_of
 from openrlhf_gtpo.training.checks.model import Model
 from openrlhf_gtpo.training.checks.prompts import Prompts, blending_datasets
 from openrlhf_gtpo.training.rollout.rewards import Patience, StrictRewardExecutor
 from openrlhf_gtpo.training.run import check, parse
+from tests.support.command_lines import argv_of, table
 
 pytestmark = pytest.mark.usefixtures("no_engine")
 

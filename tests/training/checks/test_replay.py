@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_lines import argv_of
 
 from openrlhf_gtpo.report.rollouts import VERSION, dump_file, vocabulary_digest, write_dump
 from openrlhf_gtpo.training import host, run
 from openrlhf_gtpo.training.checks.model import Model
+from tests.support.command_lines import argv_of
 
 pytestmark = pytest.mark.usefixtures("no_engine")
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_lines import argv_of
 
 from openrlhf_gtpo.checkpoints.folder import MANIFEST, write_manifest
 from openrlhf_gtpo.errors import UsageError
@@ -19,6 +18,7 @@ from openrlhf_gtpo.training.checks.results import (
     resumes,
 )
 from openrlhf_gtpo.training.run import parse
+from tests.support.command_lines import argv_of
 
 pytestmark = pytest.mark.usefixtures("no_engine")
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_lines import argv_of
 
 from openrlhf_gtpo.training.run import check, parse
+from tests.support.command_lines import argv_of
 
 pytestmark = pytest.mark.usefixtures("no_engine")
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from command_lines import argv_of, assert_names
 
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.training import host
 from openrlhf_gtpo.training.run import check, parse
+from tests.support.command_lines import argv_of, assert_names
 
 pytestmark = pytest.mark.usefixtures("no_engine")
 

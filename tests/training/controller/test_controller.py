@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from controllers import Group, controller, run_arguments
 from openrlhf.trainer.ppo_utils.kl_controller import AdaptiveKLController
 
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import MetricsWriter
 from openrlhf_gtpo.training.rollout.sampler import Sampler
+from tests.support.controllers import Group, controller, run_arguments
 
 
 def lines(folder: Path, kind: str = names.KIND_TRAIN) -> list[dict[str, Any]]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import ray
-from fake_engines import guide_arguments
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -19,6 +18,7 @@ from openrlhf_gtpo.training.controller import engines as module
 from openrlhf_gtpo.training.controller.engines import Engines, kill_hanging
 from openrlhf_gtpo.training.features.guide.guide import Guide
 from openrlhf_gtpo.training.rollout.rollout_actor import EngineRestarted
+from tests.support.fake_engines import guide_arguments
 
 NEVER = object()
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 from openrlhf.trainer.ppo_trainer import compute_eval_metrics
-from rollouts import arguments
 
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.training.controller.metrics import eval_metrics, held_out_statistics, sources_of, step_warnings
 from openrlhf_gtpo.training.credit.entropy_credit import entropy_credit
 from openrlhf_gtpo.training.rows import Row
+from tests.support.rollouts import arguments
 
 LEARNS = {
     names.GROUPS_UNIFORM: 15.0,

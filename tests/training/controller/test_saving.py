@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import ray
-from controllers import Group, controller, run_arguments
 
 from openrlhf_gtpo.checkpoints.folder import CheckpointWriteError
 from openrlhf_gtpo.errors import StoppedOnRequest, TrainingStopped
@@ -14,6 +13,7 @@ from openrlhf_gtpo.report.metrics import read_runs
 from openrlhf_gtpo.training.controller import stop
 from openrlhf_gtpo.training.controller.saving import Saver
 from openrlhf_gtpo.training.credit.experiences import Models
+from tests.support.controllers import Group, controller, run_arguments
 
 MEGATRON = ("--actor.backend", "megatron")
 

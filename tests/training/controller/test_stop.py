@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import ray
-from controllers import Group, controller, run_arguments
 
 from openrlhf_gtpo.errors import StoppedOnRequest
 from openrlhf_gtpo.training.controller import stop
+from tests.support.controllers import Group, controller, run_arguments
 
 
 @pytest.fixture(autouse=True)

@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from controllers import Group, controller, run_arguments
 from openrlhf.trainer.ppo_utils.experience import Experience, split_experience_batch
-from rollouts import Rollout, arguments, in_sampling_order, maker, rollout
 
 from openrlhf_gtpo.algorithms import GTPOConfig, gtpo_advantages
 from openrlhf_gtpo.errors import TrainingStopped
@@ -27,6 +25,8 @@ from openrlhf_gtpo.training.features.dumps.replay import ReplayedSampler, read_r
 from openrlhf_gtpo.training.features.sampler_entropy.controller import SamplerEntropyInController
 from openrlhf_gtpo.training.rows import Rollout as Rows
 from openrlhf_gtpo.training.rows import Row
+from tests.support.controllers import Group, controller, run_arguments
+from tests.support.rollouts import Rollout, arguments, in_sampling_order, maker, rollout
 
 
 class Tokenizer:

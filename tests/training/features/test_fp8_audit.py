@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
-from rollouts import Rollout, arguments, in_sampling_order, maker, rollout
 
 from openrlhf_gtpo.algorithms import error_budget
 from openrlhf_gtpo.report import names
@@ -18,6 +17,7 @@ from openrlhf_gtpo.training.credit.experiences import ExperienceMaker
 from openrlhf_gtpo.training.features.fp8_audit import FP8Audit
 from openrlhf_gtpo.training.features.fp8_audit import controller as module
 from openrlhf_gtpo.training.features.fp8_audit.controller import FP8AuditInController
+from tests.support.rollouts import Rollout, arguments, in_sampling_order, maker, rollout
 
 FP8 = ("--actor.backend", "megatron", "--megatron.fp8", "emulated", "--algo.kl.init_coef", "0")
 SHUFFLED = ("--train.dynamic_batch_enable", "--rollout.max_tokens_per_gpu", "30")

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
-from rollouts import Rollout, arguments, in_sampling_order, maker, rollout
 
 from openrlhf_gtpo.algorithms import ESTIMATORS
 from openrlhf_gtpo.errors import TrainingStopped
@@ -17,6 +16,7 @@ from openrlhf_gtpo.training.credit.experiences import ExperienceMaker
 from openrlhf_gtpo.training.features.guide.controller import GuideInController
 from openrlhf_gtpo.training.features.sampler_entropy.controller import SamplerEntropyInController
 from openrlhf_gtpo.training.rows import Row
+from tests.support.rollouts import Rollout, arguments, in_sampling_order, maker, rollout
 
 SAMPLER = ("--rollout.entropy", "sampler", "--algo.kl.init_coef", "0", "--train.batch_size", "20")
 GTPO = ("--algo.advantage.estimator", "gtpo", *SAMPLER)

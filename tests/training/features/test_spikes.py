@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from controllers import Group, controller, run_arguments
-from rollouts import arguments
 
 from openrlhf_gtpo.errors import Restartable, TrainingStopped
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import read_runs
 from openrlhf_gtpo.training.features.spikes import SpikeWatch
 from openrlhf_gtpo.training.features.spikes.spikes import Spikes
+from tests.support.controllers import Group, controller, run_arguments
+from tests.support.rollouts import arguments
 
 
 def after(steps: int, limit: float = 8.0) -> Spikes:

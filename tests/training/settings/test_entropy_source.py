@@ -5,10 +5,10 @@ from importlib import metadata
 from typing import Any
 
 import pytest
-from rollouts import arguments
 
 from openrlhf_gtpo.training.features.sampler_entropy import source
 from openrlhf_gtpo.training.features.sampler_entropy.source import choose_entropy
+from tests.support.rollouts import arguments
 
 SAMPLER = {"--rollout.entropy": "sampler"}
 LOG_PROBS = {"--rollout.log_probs": "sampler"}

@@ -9,11 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import command_lines
 import pytest
 import torch
-from command_lines import BASE
-from rollouts import Rollout, arguments, in_sampling_order, make, maker
 
 from openrlhf_gtpo.algorithms import ESTIMATORS, SURROGATES, GTPOConfig
 from openrlhf_gtpo.errors import UsageError
@@ -23,6 +20,9 @@ from openrlhf_gtpo.training.credit.loss import CreditLoss, make_policy_loss
 from openrlhf_gtpo.training.settings import flags, page, upstream_parser, values
 from openrlhf_gtpo.training.settings.algorithms import AGGREGATION
 from openrlhf_gtpo.training.settings.presets import PRESETS
+from tests.support import command_lines
+from tests.support.command_lines import BASE
+from tests.support.rollouts import Rollout, arguments, in_sampling_order, make, maker
 
 GROUP = [*BASE, "--rollout.n_samples_per_prompt", "8", "--rollout.max_new_tokens", "100"]
 

@@ -4,14 +4,14 @@ import argparse
 from fnmatch import fnmatchcase
 from typing import Any
 
-import command_lines
 import pytest
-from command_lines import BASE
 
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.megatron.parallel.layout import SIZES, Layout
 from openrlhf_gtpo.training.settings import megatron_flags, upstream_parser
 from openrlhf_gtpo.training.settings.megatron_flags import layout_of
+from tests.support import command_lines
+from tests.support.command_lines import BASE
 
 GROUP = [*BASE, "--rollout.n_samples_per_prompt", "8", "--algo.advantage.estimator", "group_norm"]
 MEGATRON = ("--actor.backend", "megatron")

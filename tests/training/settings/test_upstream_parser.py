@@ -3,13 +3,13 @@
 import argparse
 from unittest import mock
 
-import command_lines
 import pytest
-from command_lines import BASE, ours, outcome, upstream, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrlhf_gtpo.training.settings import flags, upstream_parser
+from tests.support import command_lines
+from tests.support.command_lines import BASE, ours, outcome, upstream, words
 
 UPSTREAM = command_lines.parser(extended=False)
 OURS = {action.dest for action in command_lines.value_flags(command_lines.parser(extended=True))}

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
-from lm_head_reference import VOCABULARIES, Case, gradients, make_case, naive
 
 from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy
+from tests.support.lm_head_reference import VOCABULARIES, Case, gradients, make_case, naive
 
 TOKENS, WIDTH = 5, 8
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.02}

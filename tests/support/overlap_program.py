@@ -4,10 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoint_program import MICRO_BATCHES
-from families import ragged_rows
-from fp8_program import load
-from logits_program import all_actions, on
 
 from openrlhf_gtpo.megatron.checkpoint.checkpoints import Checkpoints
 from openrlhf_gtpo.megatron.fp8.options import Fp8Options
@@ -16,6 +12,10 @@ from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.megatron.train import schedule
 from openrlhf_gtpo.megatron.train.offload import Offload
 from openrlhf_gtpo.megatron.train.trainer import OptimizerOptions, Trainer
+from tests.support.checkpoint_program import MICRO_BATCHES
+from tests.support.families import ragged_rows
+from tests.support.fp8_program import load
+from tests.support.logits_program import all_actions, on
 
 ROWS = ragged_rows(151, [9, 4, 7], seed=99)
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import ray
 from openrlhf.utils.agent import AgentExecutorBase
-from rollouts import arguments
 from vllm import SamplingParams
 
 from openrlhf_gtpo.training.features.guide import sampler as guide_sampler
@@ -21,6 +20,7 @@ from openrlhf_gtpo.training.rollout.rewards import RewardFailed
 from openrlhf_gtpo.training.rollout.rollout_actor import StrictRolloutActor
 from openrlhf_gtpo.training.rollout.sampler import Sampler
 from openrlhf_gtpo.training.rows import Request, Row
+from tests.support.rollouts import arguments
 
 VOCABULARY = 1000
 PROMPTS = 40

@@ -10,17 +10,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from logits_program import on
 from torch import Tensor
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
-from training_program import batch_of, gtpo_loss
 
 from openrlhf_gtpo.megatron.model.policy import ModelOptions
 from openrlhf_gtpo.megatron.model.random_model import random_model
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.megatron.train.offload import Offload
 from openrlhf_gtpo.megatron.train.trainer import OptimizerOptions, Trainer
+from tests.support.logits_program import on
+from tests.support.training_program import batch_of, gtpo_loss
 
 _STEP = "planner: step"
 

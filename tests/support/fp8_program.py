@@ -4,8 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoint_program import train
-from logits_program import all_actions, on
 
 from openrlhf_gtpo.megatron.checkpoint.checkpoints import Checkpoints
 from openrlhf_gtpo.megatron.fp8.fp8 import EmulatedLinear
@@ -16,6 +14,8 @@ from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.megatron.train import schedule
 from openrlhf_gtpo.megatron.train.offload import Offload
 from openrlhf_gtpo.megatron.train.trainer import OptimizerOptions, Trainer
+from tests.support.checkpoint_program import train
+from tests.support.logits_program import all_actions, on
 
 
 def load(source: str, layout: Layout, fp8: Fp8Options | None, dtype: str = "float32", **overrides: Any) -> LoadedModel:

@@ -112,7 +112,7 @@ def say(what: object) -> None:
 
 
 if __name__ == "__main__":
-    # Under torchrun, or on its own: `process_functions.py NAME WORLD_SIZE`.
+    # Under torchrun, or on its own: `-m tests.support.process_functions NAME WORLD_SIZE`.
     result = run_processes(globals()[sys.argv[1]], int(sys.argv[2]), *map(int, sys.argv[3:]))
     if result is not None:
         say(result)

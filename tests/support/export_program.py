@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from logits_program import on
 
 from openrlhf_gtpo.megatron.checkpoint import export
 from openrlhf_gtpo.megatron.checkpoint.checkpoints import PendingSave, load_checkpoint
 from openrlhf_gtpo.megatron.model.policy import ModelOptions, load_model
 from openrlhf_gtpo.megatron.parallel import groups
 from openrlhf_gtpo.megatron.parallel.layout import Layout
+from tests.support.logits_program import on
 
 SHARD_BYTES = 64 * 2**10
 

@@ -4,9 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoint_program import train
-from fp8_program import load, values
-from logits_program import on
 from safetensors.torch import load_file
 
 from openrlhf_gtpo.megatron.checkpoint.checkpoints import Checkpoints
@@ -17,6 +14,9 @@ from openrlhf_gtpo.megatron.model.weights import FullWeights
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.megatron.train.offload import Offload
 from openrlhf_gtpo.megatron.train.trainer import OptimizerOptions, Trainer
+from tests.support.checkpoint_program import train
+from tests.support.fp8_program import load, values
+from tests.support.logits_program import on
 
 # Clipping scales by the norm of all gradients, whose last bit depends on the buffers that hold them.
 OPTIONS = OptimizerOptions(lr=5e-3, max_norm=0.0)

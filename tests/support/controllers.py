@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import ray
 import torch
-from fake_engines import Engine, Ready, Remote, handle
 from openrlhf.trainer import ppo_trainer
-from rollouts import PAD, arguments
 
 from benchmarks.suite.synthetic import read_shape
 from openrlhf_gtpo.token_values import TokenValues
@@ -20,6 +18,8 @@ from openrlhf_gtpo.training import run
 from openrlhf_gtpo.training.actors.strategy import Strategy
 from openrlhf_gtpo.training.controller import controller as module
 from openrlhf_gtpo.training.controller.controller import Controller
+from tests.support.fake_engines import Engine, Ready, Remote, handle
+from tests.support.rollouts import PAD, arguments
 
 # Four prompts a step, of which fake_engines' agent answers the odd ones with different scores.
 _SAMPLING = ("--rollout.batch_size", "4", "--rollout.vllm_generate_batch_size", "4", "--train.full_determinism_enable")

@@ -20,9 +20,9 @@ def run_actor(backend: str, model: str, argv: list[str], output: str | None = No
     The model is then saved to ``output``, where only the second attempt can write it.
     """
     from openrlhf.utils import get_strategy
-    from rollouts import arguments
 
     from openrlhf_gtpo.training import host, patch
+    from tests.support.rollouts import arguments
 
     world_size = int(os.environ["WORLD_SIZE"])
     args = arguments(*argv, "--actor.model_name_or_path", model, "--actor.backend", backend)

@@ -11,18 +11,18 @@ from unittest import mock
 
 import ray
 import torch
-from actor_program import BATCHES, log_probs_of, make_experience, padded_batch, start_actor
 from openrlhf.trainer.ppo_trainer import BasePPOTrainer
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
 from openrlhf.utils import get_strategy
-from rollouts import arguments
 
 from openrlhf_gtpo.megatron.checkpoint.checkpoints import Checkpoints
 from openrlhf_gtpo.megatron.parallel import groups
 from openrlhf_gtpo.megatron.train.trainer import Trainer
 from openrlhf_gtpo.training import host
 from openrlhf_gtpo.training.actors.megatron_actor import MegatronPolicy, MegatronReference
+from tests.support.actor_program import BATCHES, log_probs_of, make_experience, padded_batch, start_actor
+from tests.support.rollouts import arguments
 
 # Each moment, and the parts for which the actor reserves memory then.
 Moments = list[tuple[str, set[str]]]

@@ -71,7 +71,7 @@ class RankPool:
 
         # Importing Megatron takes 12 s of processor time; a forked rank has it imported already.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["rank_imports"])
+        context.set_forkserver_preload(["tests.support.rank_imports"])
         # The store starts here because another program could take the port before a rank has imported Megatron.
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -111,8 +111,9 @@ class RankPool:
 
 
 def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
-    import rank_imports  # noqa: F401
     import torch
+
+    from tests.support import rank_imports  # noqa: F401
 
     # Megatron collects garbage at every layout and every checkpoint, which need not visit what stays imported.
     gc.freeze()

@@ -6,18 +6,19 @@ from typing import Any
 from unittest import mock
 
 import torch
-from actor_program import policy_class, start_actor
+
+from tests.support.actor_program import policy_class, start_actor
 
 
 def run(model: str, folder: str, argv: list[str]) -> dict[str, Any]:
     """Save as an earlier version did, successfully, and onto a full disk; return what was there and loaded then."""
     from openrlhf.utils import get_strategy
     from openrlhf.utils.deepspeed import DeepspeedStrategy
-    from rollouts import arguments
 
     from openrlhf_gtpo.checkpoints.files import HashedFile
     from openrlhf_gtpo.training import host, patch
     from openrlhf_gtpo.training.actors import strategy as strategy_module
+    from tests.support.rollouts import arguments
 
     args = arguments(*argv, "--actor.model_name_or_path", model, "--ckpt.path", folder)
     args.actor.num_gpus_per_node = int(os.environ["WORLD_SIZE"])

@@ -1,6 +1,6 @@
 """Measures how far resident memory rises during a call at T = 16384. Run it in its own process; it prints JSON.
 
-Usage: MALLOC_MMAP_THRESHOLD_=65536 python lm_head_memory.py
+Usage: MALLOC_MMAP_THRESHOLD_=65536 python -m tests.support.lm_head_memory
 Tiles get the size they have on an accelerator, so that only the budget limits them. Needs Linux with glibc: the peak
 is VmHWM, and the variable makes glibc return freed memory, so that no call reuses what another one left.
 """

@@ -2,6 +2,8 @@
 
 import ctypes
 import math
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -9,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from families import ragged_rows
-from logits_program import all_actions, on
 
 from openrlhf_gtpo.checkpoints.folder import newest_whole
 from openrlhf_gtpo.megatron.checkpoint import state as checkpoint_state
@@ -20,6 +20,8 @@ from openrlhf_gtpo.megatron.model.policy import LoadedModel, ModelOptions, load_
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.megatron.train import trainer as trainer_module
 from openrlhf_gtpo.megatron.train.trainer import OptimizerOptions, Trainer
+from tests.support.families import ragged_rows
+from tests.support.logits_program import all_actions, on
 
 MICRO_BATCHES = [[5, 9], [17], [3, 11], [8, 4]]
 TOKENS = sum(length - 1 for lengths in MICRO_BATCHES for length in lengths)
@@ -56,6 +58,27 @@ def train(trainer: Trainer, steps: range) -> list[tuple[float, float, float]]:
         assert len(losses) == len(MICRO_BATCHES)
         reports.append((sum(losses[i] for i in sorted(losses)), report.grad_norm, report.next_lr))
     return reports
+
+
+def die_while_writing(model: str, folder: str) -> None:
+    """Save a good ``step1``, then be killed while ``step2`` is written in the background."""
+    with on(Layout()):
+        trainer = make_trainer(model, Layout())
+        checkpoints = Checkpoints(folder, asynchronous=True)
+        checkpoints.save("step1", trainer, {"tag": "step1"})
+        checkpoints.finish()
+        whole, items = checkpoint_writer._write_item, []
+
+        def write(*args: object, **options: object) -> object:
+            items.append(None)
+            if len(items) == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return whole(*args, **options)
+
+        checkpoint_writer._write_item = write
+        checkpoints.save("step2", trainer, {"tag": "step2"})
+        train(trainer, range(3))
+        checkpoints.finish()
 
 
 def save_and_go_on(source: str, layout: Layout, folder: str, dtype: str, distributed: bool) -> dict[str, Any]:

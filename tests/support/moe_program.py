@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from families import SHALLOW, make_checkpoint
-from logits_program import all_actions, on
 
 from openrlhf_gtpo.megatron.model.policy import ModelOptions, load_model
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.megatron.train import schedule
+from tests.support.families import SHALLOW, make_checkpoint
+from tests.support.logits_program import all_actions, on
 
 EXPERTS, CHOSEN, WIDTH = 4, 2, 48
 LAYOUTS = {

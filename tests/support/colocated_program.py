@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from weight_workers import SHAPES, assert_arrived, start_engine, weights
 
 from openrlhf_gtpo.weight_sync import sender
 from openrlhf_gtpo.weight_sync.buckets import ParameterMeta, TensorBuckets
 from openrlhf_gtpo.weight_sync.receipts import WeightSyncError
+from tests.support.weight_workers import SHAPES, assert_arrived, start_engine, weights
 
 PARAMETERS = [ParameterMeta(name, shape) for name, shape in SHAPES.items()]
 

@@ -10,9 +10,16 @@ from unittest import mock
 
 import numpy as np
 import torch
-from actor_program import log_probs_of, make_experience, policy_class, run_forward, start_actor, to_numbers
 
 from openrlhf_gtpo.report import names
+from tests.support.actor_program import (
+    log_probs_of,
+    make_experience,
+    policy_class,
+    run_forward,
+    start_actor,
+    to_numbers,
+)
 
 PROMPT = 3
 
@@ -191,9 +198,9 @@ def _state(backend: str, trained: Any, critic: bool) -> dict[str, torch.Tensor]:
 def _trained(backend: str, model: str, argv: list[str]) -> tuple[SimpleNamespace, Any, Any]:
     """Arguments, strategy, and the actor that holds the policy or, with ``gae``, the critic."""
     from openrlhf.utils import get_strategy
-    from rollouts import arguments
 
     from openrlhf_gtpo.training import host, patch, run
+    from tests.support.rollouts import arguments
 
     args = arguments(*argv, "--actor.model_name_or_path", model, "--actor.backend", backend)
     args.actor.num_gpus_per_node = int(os.environ["WORLD_SIZE"])

@@ -7,12 +7,12 @@ import torch
 
 def sent_weights(model: str, argv: list[str]) -> dict[str, torch.Tensor]:
     """The tensors of a trainer's second transfer by name, in the shapes that are announced."""
-    from actor_program import policy_class, start_actor
     from openrlhf.utils import get_strategy
-    from rollouts import arguments
 
     from openrlhf_gtpo.training import host, patch
     from openrlhf_gtpo.weight_sync.buckets import WIRE_DTYPE, numel, unpack
+    from tests.support.actor_program import policy_class, start_actor
+    from tests.support.rollouts import arguments
 
     world_size = int(os.environ["WORLD_SIZE"])
     args = arguments(*argv, "--actor.model_name_or_path", model)

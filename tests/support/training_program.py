@@ -5,7 +5,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from logits_program import on
 
 from openrlhf_gtpo.algorithms import policy_surrogate
 from openrlhf_gtpo.megatron.model.layers import NormColumnParallelLinear
@@ -13,6 +12,7 @@ from openrlhf_gtpo.megatron.model.policy import LoadedModel, ModelOptions, load_
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.megatron.train.trainer import OptimizerOptions, Trainer
 from openrlhf_gtpo.token_values import MicroBatch
+from tests.support.logits_program import on
 
 TEMPERATURE = 0.8
 ENTROPY_COEFFICIENT = 0.05
