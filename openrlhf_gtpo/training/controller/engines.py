@@ -80,7 +80,7 @@ class Engines:
         said = f"vLLM engine {number} of {len(self._all)} (counted from 0) {what}"
         if self.restarts > self._max_restarts:
             limit = f"--train.max_restarts {self._max_restarts} allows no further restart"
-            raise TrainingStopped(f"{said} ({limit}; its node's Ray logs say more)") from None
+            raise TrainingStopped(f"{said} ({limit}; its node's Ray logs say more).") from None
         if killed is None and cause_of(error, (*DIED, EngineRestarted)) is None:
             ray.kill(engine, no_restart=False)  # vLLM's process died, the actor did not
         meanwhile = "the others answer its prompts until then" if self.serving else "its prompts wait for it"

@@ -27,10 +27,6 @@ def test_a_data_set_that_is_not_there(refused: Callable[..., str], data_flag: st
         assert refused({data_flag: name}).startswith(f"{data_flag} {name} cannot be read as ")
 
 
-def test_no_data_set(refused: Callable[..., str]) -> None:
-    assert refused({"--data.prompt_dataset": None}) == "--data.prompt_dataset is missing; give a data set."
-
-
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -111,10 +107,6 @@ def test_a_data_set_without_the_columns(refused: Callable[..., str], data_flag: 
     assert refused({data_flag: path}).endswith("has no column 'answer' (--data.label_key); it has question.")
     path = table(tmp_path / "odd.jsonl", [{"a\nb": "a"}])
     assert refused({data_flag: path}).endswith("it has a b.")
-
-
-def test_a_data_set_without_the_split(refused: Callable[..., str]) -> None:
-    assert "has no split 'test' (--data.prompt_split)" in refused({"--data.prompt_split": "test"})
 
 
 def test_a_list_of_rows(command: dict[str, Any], data_flag: str, tmp_path: Path) -> None:

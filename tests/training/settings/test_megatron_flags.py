@@ -101,23 +101,6 @@ def test_a_default_value_that_was_given_counts_as_given() -> None:
     assert "needs --actor.backend megatron" in refusal("--megatron.async_save")
 
 
-def test_an_unknown_backend_lists_the_known_ones() -> None:
-    with pytest.raises(UsageError, match="invalid choice: 'fsdp'.*deepspeed.*megatron"):
-        args_of("--actor.backend", "fsdp")
-
-
-@pytest.mark.parametrize(
-    ("flag", "remedy"),
-    [
-        ("--ds.tensor_parallel_size", "--megatron.tensor_model_parallel_size"),
-        ("--ds.ring_attn_size", "--megatron.context_parallel_size"),
-    ],
-)
-def test_deepspeeds_own_parallelism_is_refused(flag: str, remedy: str) -> None:
-    assert refusal(*MEGATRON, flag, "2").endswith(f"with --actor.backend megatron give {remedy}.")
-    assert getattr(args_of(flag, "2").ds, flag.removeprefix("--ds.")) == 2
-
-
 def test_every_flag_of_deepspeeds_is_read_or_named() -> None:
     """The others are read by the layout and offloading, or refused in ``checks``."""
     read = {"ds.tensor_parallel_size", "ds.ring_attn_size", "ds.enable_sleep"}
