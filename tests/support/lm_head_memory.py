@@ -12,7 +12,7 @@ import torch
 from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy, tiles
 from openrlhf_gtpo.platform.memory import PeakMemory
 
-TOKENS, WIDTH, COLUMNS = 16384, 64, 4096
+TOKENS, WIDTH, COLUMNS = 16384, 64, 2048
 MIB = 2**20
 # (dtype, what it does, budget in MiB). In 5 MiB, a float32 d_hidden of 4 MiB leaves too little room for one turn.
 CASES = [

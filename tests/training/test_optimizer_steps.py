@@ -81,18 +81,15 @@ def whole(actor_model: str, pools: dict[int, RankPool]) -> dict[str, list[dict[s
 @pytest.mark.parametrize(
     ("name", "processes", "argv"),
     [
-        ("gtpo", 1, BY_TOKENS),
         ("gtpo", 2, THREES),
         ("gtpo", 2, [*BY_TOKENS, "--ds.zero_stage", "1"]),
         ("gtpo", 2, [*THREES, "--ds.zero_stage", "1", "--ds.grad_accum_dtype", "fp32"]),
         ("gtpo", 2, [*BY_TOKENS, "--actor.backend", "megatron"]),
-        ("grpo_s", 1, THREES),
         ("grpo_s", 2, BY_TOKENS),
         ("grpo_s", 2, [*BY_TOKENS, "--actor.backend", "megatron"]),
         ("grpo", 2, BY_TOKENS),
         ("grpo", 2, [*BY_TOKENS, "--ds.zero_stage", "3"]),
         ("grpo", 1, [*BY_TOKENS, "--actor.backend", "megatron"]),
-        ("critic", 1, THREES),
         ("critic", 2, BY_TOKENS),
         ("gtpo with sapo", 1, THREES),
         ("gtpo with sapo", 1, [*BY_TOKENS, "--actor.backend", "megatron"]),

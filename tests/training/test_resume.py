@@ -134,8 +134,11 @@ def resumed(
     return again
 
 
-@pytest.mark.parametrize("filtered", [(), ("--algo.dynamic_filtering_enable",)], ids=["all", "filtered"])
-@pytest.mark.parametrize("prompts", [16, 18], ids=["whole rollouts", "a short last one"])
+@pytest.mark.parametrize(
+    ("prompts", "filtered"),
+    [(16, ()), (18, ("--algo.dynamic_filtering_enable",))],
+    ids=["whole rollouts, all", "a short last one, filtered"],
+)
 def test_the_controller_goes_on_from_any_checkpoint(
     prompts: int, filtered: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
