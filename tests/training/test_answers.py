@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_engines import Engine
-from fake_engines import respond as ask
 from openrlhf.utils.agent import AgentExecutorBase
 from vllm import SamplingParams
 from vllm.logprobs import FlatLogprobs
@@ -17,6 +15,8 @@ from vllm.v1.outputs import LogprobsLists
 from openrlhf_gtpo.training.rollout.answers import columns, give_log_probs, hold, is_held, values_of
 from openrlhf_gtpo.training.rollout.rewards import Patience, StrictRewardExecutor
 from openrlhf_gtpo.training.rows import Row
+from tests.support.fake_engines import Engine
+from tests.support.fake_engines import respond as ask
 
 SAMPLED, LOG_PROBS = [5, 6, 5], [-0.5, -0.25, -1.0]
 

@@ -3,19 +3,16 @@
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from openrlhf_gtpo.training.features.sampler_entropy.answers import versions
+from tests.support import ROOT
+from tests.weight_sync.test_vllm_sync import save_checkpoint
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "weight_sync"))
-
-from test_vllm_sync import save_checkpoint  # noqa: E402
-
-PROGRAM = Path(__file__).with_name("held_requests_program.py")
+PROGRAM = ROOT / "tests" / "support" / "held_requests_program.py"
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_engines import VOCABULARY
 from vllm import EngineArgs, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -20,6 +19,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from openrlhf_gtpo.training.rollout.answers import columns, hold
 from openrlhf_gtpo.training.rollout.vllm_scheduler import make_scheduler
+from tests.support.fake_engines import VOCABULARY
 
 BLOCK, REQUESTS, TOKENS = 16, 24, 40
 Told = dict[str, tuple[list[int], list[float], list[int], Any]]  # tokens, log-probs, ranks, reason of the end

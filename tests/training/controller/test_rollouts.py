@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from controllers import Group, controller, engine_handle, run_arguments
-from fake_engines import RESCUE, Engine, GuideExecutor, PolicyExecutor, answers, fours
 
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.report import names
@@ -23,6 +21,8 @@ from openrlhf_gtpo.training.features.guide.controller import OffPolicy
 from openrlhf_gtpo.training.features.sampler_entropy.controller import SamplerEntropyInController
 from openrlhf_gtpo.training.rollout.packed import pack, unpack
 from openrlhf_gtpo.training.rows import Rollout, Row
+from tests.support.controllers import Group, controller, engine_handle, run_arguments
+from tests.support.fake_engines import RESCUE, Engine, GuideExecutor, PolicyExecutor, answers, fours
 
 ARGV = ("--train.num_episodes", "2", "--ckpt.save_steps", "1", "--algo.advantage.is_correction_level", "token")
 ARGV += ("--logger.entropy_enable", "--rollout.entropy", "actor")

@@ -4,14 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_lines import argv_of
-from controllers import Group, controller, run_arguments
 
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.training import host, run
 from openrlhf_gtpo.training.feature import Feature
 from openrlhf_gtpo.training.features import FEATURES
 from openrlhf_gtpo.training.settings import flags
+from tests.support.command_lines import argv_of
+from tests.support.controllers import Group, controller, run_arguments
 from tests.training.checks.conftest import command, model  # noqa: F401  # fixtures
 
 

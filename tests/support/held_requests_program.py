@@ -1,7 +1,7 @@
 """Asks one engine each question twice: as vLLM answers, token by token, and held to its end. For
 ``test_held_requests.py``.
 
-    python held_requests_program.py MODEL OUTPUT
+    python tests/support/held_requests_program.py MODEL OUTPUT
 
 The engine is in this process, so that both passes of a condition have the same steps: the same requests in a forward
 pass, the same draws of its generator.
