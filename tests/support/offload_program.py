@@ -84,7 +84,7 @@ def run_policy(model: str, argv: list[str]) -> tuple[Moments, list[list[list[flo
     group = _Group(policy)
     with _played(group):
         policy.init_model_from_pretrained(strategy, model, max_steps=10)
-        policy.trainer._send = lambda: group.note("send")
+        policy.trainer._send = lambda version: group.note("send")
         generator = SimpleNamespace(args=args, vllm_engines=group.engines, eval_dataloader=[], prompts_dataloader=[])
         generator._generate_vllm = lambda **unused: ([], 0, True)
         trainer: Any = SimpleNamespace(args=args, actor_model_group=group, vllm_engines=group.engines)
