@@ -82,7 +82,8 @@ def test_every_layout_fits_the_gpus_that_it_asks_for(preset: str, flags: tuple[s
     if args.train.colocate_all:
         assert engines == gpus and args.megatron.offload
     else:
-        assert "split" in preset and (flags or gpus + engines == 8)
+        assert "split" in preset or args.train.async_enable
+        assert flags or gpus + engines == (64 if "32b" in preset else 8)
     assert args.train.batch_size % (gpus // layout_of(args).model_parallel_size) == 0
     assert (args.rollout.batch_size * args.rollout.n_samples_per_prompt) % args.train.batch_size == 0
 
@@ -103,7 +104,8 @@ def test_the_guided_preset_is_gtpo_split_with_a_guide() -> None:
     )  # fmt: skip
     guide = guided.algo.guide
     assert (guide.fraction, guide.steps, guide.rescue_batch, guide.tensor_parallel_size) == (0.25, 100, 32, 2)
-    assert guided.actor == alone.actor and guided.megatron == alone.megatron and guided.rollout == alone.rollout
+    rescues = vars(alone.rollout) | {"joined_by": "--algo.guide.rescue_batch"}
+    assert guided.actor == alone.actor and guided.megatron == alone.megatron and vars(guided.rollout) == rescues
     assert _parsed("gtpo_guided_split", "--cpu").algo.guide.rescue_batch == 2
     assert _arguments("gtpo_guided_split", GUIDE="").algo.guide.model_name_or_path is None
 
