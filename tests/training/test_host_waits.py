@@ -38,7 +38,7 @@ class Waits(TorchFunctionMode):
 def test_packing_waits_for_nothing(context: tuple[int, int]) -> None:
     rows = [(torch.arange(length), torch.arange(length) > 2) for length in (9, 5, 7)]
     here, there = (pack(rows, device, 8, context) for device in (torch.device("cpu"), META))
-    for name in ("tokens", "position_ids", "predicts", "labels", *(["mine"] if context[0] > 1 else [])):
+    for name in ("tokens", "position_ids", "predicts", "labels", *(["is_local"] if context[0] > 1 else [])):
         assert getattr(there, name).is_meta and getattr(there, name).shape == getattr(here, name).shape
     assert there.params.cu_seqlens_q.is_meta and there.params.max_seqlen_q == here.params.max_seqlen_q
 
