@@ -171,7 +171,7 @@ class Rollouts:
 
 def staleness(rollout: Rollout, step: int) -> dict[str, float]:
     """Metrics: the steps between the policy that sampled an action and the one that trains on it in ``step``. Where an
-    engine does not say which it was, it is the one that it began the rollout with."""
+    engine does not say which it was, or was never told (Ray's transfer), it is the one that the rollout began with."""
     versions = np.concatenate([_versions(row, rollout.version) for row in rollout.rows])
     ages = step - 1 - versions
     return {names.STALENESS_MEAN: float(ages.mean()), names.STALENESS_MAX: float(ages.max())}
@@ -180,5 +180,4 @@ def staleness(rollout: Rollout, step: int) -> dict[str, float]:
 def _versions(row: Row, begun_with: int) -> np.ndarray:
     if row.versions is None:
         return np.full(row.num_actions, begun_with)
-    versions = row.versions[row.mask]
-    return np.where(versions < 0, begun_with, versions)
+    return np.maximum(row.versions[row.mask], begun_with)
