@@ -1,8 +1,9 @@
-"""Rows as flat tensors, for a checkpoint: it loads tensors and plain values alone, and upstream prints what it loads,
-tensors in few words."""
+"""Rows as one tensor of bytes, for a checkpoint: it loads tensors and plain values alone, and upstream prints what it
+loads, tensors in few words."""
 
+import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,9 @@ _COLUMNS |= {f"values.{name}": np.float32 for name in TokenValues._fields}
 _ONCE = ("prompt", "label", "number", "reward", "score", "truncated", "logs", "off_policy", "weight", "metrics")
 
 
-def pack(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    """Tensors with all of ``rows``: each column of their tokens, one row after the other, and JSON of the rest.
+def pack(rows: Sequence[Row]) -> torch.Tensor:
+    """(n,) uint8, NumPy's archive of ``rows``: each column of their tokens, one row after the other, and JSON of the
+    rest.
 
     Raises:
         TypeError: a label is not JSON's.
@@ -35,17 +37,21 @@ def pack(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
         dtype = None if row.reward_dtype is None else str(row.reward_dtype).removeprefix("torch.")
         own = {name: getattr(row, name) for name in _ONCE}
         rest.append(own | {"reward_dtype": dtype, "length": len(row.tokens), "columns": present})
-    packed = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in columns.items() if parts}
-    return packed | {"rest": torch.frombuffer(bytearray(json.dumps(rest).encode()), dtype=torch.uint8)}
+    arrays = {name: np.concatenate(parts) for name, parts in columns.items() if parts}
+    file = io.BytesIO()
+    np.savez(file, rest=np.frombuffer(json.dumps(rest).encode(), np.uint8), **arrays)
+    return torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
 
 
-def unpack(packed: Mapping[str, torch.Tensor]) -> list[Row]:
+def unpack(packed: torch.Tensor) -> list[Row]:
     """The rows that :func:`pack` was given."""
     rows, place = [], dict.fromkeys(_COLUMNS, 0)
-    for own in json.loads(packed["rest"].numpy().tobytes()):
+    with np.load(io.BytesIO(packed.numpy().tobytes()), allow_pickle=False) as archive:
+        arrays = dict(archive)
+    for own in json.loads(arrays["rest"].tobytes()):
         length, dtype, columns = own.pop("length"), own.pop("reward_dtype"), {}
         for name in own.pop("columns"):
-            columns[name] = packed[name][place[name] : place[name] + length].numpy()
+            columns[name] = arrays[name][place[name] : place[name] + length]
             place[name] += length
         values = [columns.pop(f"values.{name}", None) for name in TokenValues._fields]
         columns["tokens"] = columns["tokens"].astype(np.int64)

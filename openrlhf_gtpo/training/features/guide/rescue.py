@@ -1,19 +1,13 @@
 """Prompts at which the policy failed altogether, kept until the guide answers them (``--algo.guide.rescue_batch``)."""
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import torch
-
+from openrlhf_gtpo.training.rollout.packed import pack, unpack
 from openrlhf_gtpo.training.rows import Row
 
 _BOUND = 4  # times --algo.guide.rescue_batch
-
-# Of a row, what training reads of one that failed.
-_KEPT = ("prompt", "label", "number", "tokens", "mask", "log_probs", "reward", "score", "truncated", "logs")
 
 
 class RescueQueue:
@@ -46,24 +40,13 @@ class RescueQueue:
         return [self._failures.pop(prompt) for prompt in list(self._failures)[:whole]]
 
     def state(self) -> dict[str, Any]:
-        """The queue for a checkpoint, as a tensor: upstream prints all of a checkpoint's states, but abbreviates
-        tensors."""
-        failures = [[_plain(row) for row in rows] for rows in self._failures.values()]
-        text = bytearray(json.dumps(failures).encode())
-        return {"failures": torch.frombuffer(text, dtype=torch.uint8), "counts": (self.rescued, self.given_up)}
+        """The queue for a checkpoint."""
+        failures = pack([row for rows in self._failures.values() for row in rows])
+        return {"failures": failures, "counts": (self.rescued, self.given_up)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the queue that :meth:`state` returned."""
-        failures = json.loads(state["failures"].numpy().tobytes())
-        self._failures = {rows[0]["prompt"]: [_row(row) for row in rows] for rows in failures}
+        self._failures = {}
+        for row in unpack(state["failures"]):
+            self._failures.setdefault(row.prompt, []).append(row)
         self.rescued, self.given_up = state["counts"]
-
-
-def _plain(row: Row) -> dict[str, Any]:
-    kept = {name: getattr(row, name) for name in _KEPT}
-    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in kept.items()}
-
-
-def _row(kept: Mapping[str, Any]) -> Row:
-    arrays = {"tokens": np.int64, "mask": bool, "log_probs": np.float32}
-    return Row(**dict(kept) | {name: np.array(kept[name], dtype=kind) for name, kind in arrays.items()})
