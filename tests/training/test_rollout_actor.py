@@ -59,8 +59,7 @@ def test_an_agent_that_asks_once_more_gets_another_answer() -> None:
     assert len({*first, *other}) == 4 and [*first] == [*same]
 
 
-@pytest.mark.parametrize("is_asynchronous", [False, True], ids=["sampler", "asynchronous trainer"])
-def test_samples_of_a_prompt_do_not_share_their_sampling_parameters(is_asynchronous: bool) -> None:
+def test_samples_of_a_prompt_do_not_share_their_sampling_parameters() -> None:
     """Upstream's agent takes what is left for the first turn of another sample for the least of its own, and would
     cut the observation that this one begins with."""
 
@@ -92,10 +91,6 @@ def test_samples_of_a_prompt_do_not_share_their_sampling_parameters(is_asynchron
 
     async def lengths() -> list[int]:
         params = SamplingParams(max_tokens=None)
-        if is_asynchronous:
-            given = {"sampling_params": params, "max_length": 30, "hf_tokenizer": await tokenizer()}
-            responses = await engine.generate_responses("p", "1", num_samples=3, **given)
-            return [len(response["observation_tokens"]) for response in responses]
         return [len(row.tokens) for row in await respond(engine, params, 3, 30, tokenizer())]
 
     engine.llm.generate = answer
@@ -122,14 +117,6 @@ def test_vllm_makes_no_text_and_no_answers_that_nobody_reads() -> None:
         asyncio.run(engine.generate([1], given))
     assert asked == [(RequestOutputKind.FINAL_ONLY, with_text) for with_text in (True, False, True)]
     assert params == SamplingParams(), "upstream's own object"
-
-
-def test_the_asynchronous_trainers_calls_are_answered_as_upstream_answers_them() -> None:
-    """They have no seeds, whatever the actor was asked before."""
-    engine = Engine()
-    given = {"sampling_params": SamplingParams(), "max_length": 8, "hf_tokenizer": None}
-    responses = asyncio.run(engine.generate_responses("p", "1", num_samples=2, **given))
-    assert [response["label"] for response in responses] == ["1", "1"] and engine.seeds == [None] * 4
 
 
 def test_a_call_that_is_cancelled_leaves_the_tokenizer_to_the_others() -> None:

@@ -48,8 +48,7 @@ def explained() -> Iterator[None]:
 
     Raises:
         UsageError, StoppedOnRequest: as an actor raised it.
-        TrainingStopped: as an actor raised it; or a checkpoint could not be loaded or, in asynchronous training, where
-            the controller is upstream's, could not be written.
+        TrainingStopped: as an actor raised it; or a checkpoint could not be loaded or written.
         Restartable: as an actor raised it; or a process or a node died.
     """
     try:

@@ -202,24 +202,6 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
                 ) from failure
             return Dropped(described(failure))
 
-    async def generate_responses(
-        self,
-        prompt: str,
-        label: Any,
-        sampling_params: Any,
-        max_length: int,
-        hf_tokenizer: Any,
-        num_samples: int = 1,
-        images: Any = None,
-    ) -> list[dict[str, Any]]:
-        """Like upstream's, for its asynchronous trainer; as in :meth:`sample`, samples share no parameters."""
-        respond = super().generate_responses
-        calls = (
-            respond(prompt, label, deepcopy(sampling_params), max_length, hf_tokenizer, images=images)
-            for _ in range(num_samples)
-        )
-        return [response for [response] in await _all_or_none(*calls)]
-
     def vocab_size(self) -> int | None:
         """The model's; None if it is not known here."""
         return self.llm.model_config.get_vocab_size()

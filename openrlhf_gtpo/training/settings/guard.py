@@ -94,8 +94,6 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
         "RolloutRayActor.__init__(self)",
         "RolloutRayActor._configure_device_env(self, backend, bundle_indices, num_gpus)",
         "RolloutRayActor.generate(self, prompt_token_ids, sampling_params, multi_modal_data)",
-        "RolloutRayActor.generate_responses(self, prompt, label, sampling_params, max_length, hf_tokenizer, "
-        "num_samples, images)",
         "batch_vllm_engine_call(engines, method_name)",
         "create_vllm_engines",
     ),
