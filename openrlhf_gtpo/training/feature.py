@@ -81,9 +81,9 @@ class ControllerFeature:
     def begin(self, run: Any) -> None:
         """Models and engines are loaded, and the checkpoint's states restored."""
 
-    def may_sample_ahead(self) -> bool:
-        """Asked when a step has its rollout: whether the next may be sampled while the step trains, with the weights
-        from before it (``--train.async_enable``)."""
+    def may_sample_ahead(self, steps: int = 1) -> bool:
+        """Asked before a step's rollout has its values: whether what is trained on so many ``steps`` after it may be
+        sampled now, with the weights that the engines have (``--train.async_enable``)."""
         return True
 
     def policy_values(

@@ -139,6 +139,15 @@ class Row:
         )
 
 
+def ages(row: Row, begun_with: int, step: int) -> np.ndarray:
+    """(n,) of the row's actions: steps between the policy that sampled them and the one that trains on them in
+    ``step``. Where an engine does not say which it was, or was never told (Ray's transfer), it is that of step
+    ``begun_with``."""
+    if row.versions is None:
+        return np.full(row.num_actions, step - 1 - begun_with)
+    return step - 1 - np.maximum(row.versions[row.mask], begun_with)
+
+
 def _number(name: str, value: Any) -> float | int | None:
     if value is None:
         return None
@@ -165,6 +174,7 @@ class Rollout:
         exhausted: whether no prompt is left in the episode.
         tokens: sampled, whatever became of them.
         dropped: prompts whose reward or agent failed.
+        stale: groups that were too old to be trained on, and were asked for again.
         step: the number of the step, if it is not the next one.
         version: the step whose weights the engines had when they began.
         seconds: that the engines took.
@@ -176,6 +186,7 @@ class Rollout:
     passed: float | None = None
     tokens: int = 0
     dropped: int = 0
+    stale: int = 0
     others: list[Row] = field(default_factory=list)
     step: int | None = None
     version: int = 0

@@ -104,6 +104,7 @@ def engine_handle(engine: Engine | None = None) -> Any:
     found = handle(engine or Engine())
     found.__ray_ready__ = SimpleNamespace(remote=lambda: SimpleNamespace(future=lambda: loaded))
     found.take_peak_memory, found.serves = Remote(lambda phase: [{}]), Remote(lambda: None)
+    found.pause_generation = found.resume_generation = Remote(lambda: None)
     return found
 
 

@@ -15,6 +15,7 @@ from openrlhf_gtpo.training.features.guide import sampler as guide_sampler
 from openrlhf_gtpo.training.features.guide.controller import OffPolicy
 from openrlhf_gtpo.training.features.guide.guide import Guide
 from openrlhf_gtpo.training.features.guide.sampler import GuidedSampler
+from openrlhf_gtpo.training.rollout import groups
 from openrlhf_gtpo.training.rollout import sampler as sampler_module
 from openrlhf_gtpo.training.rollout.rewards import RewardFailed
 from openrlhf_gtpo.training.rollout.rollout_actor import StrictRolloutActor
@@ -213,7 +214,8 @@ def sampling(
         return refs[:1] if oldest_first else refs[-1:], None
 
     values = SimpleNamespace(get=get, wait=wait, exceptions=ray.exceptions, ObjectRef=ray.ObjectRef)
-    monkeypatch.setattr(sampler_module, "ray", values)
+    for module in (sampler_module, groups):
+        monkeypatch.setattr(module, "ray", values)
     args = arguments("--algo.advantage.estimator", estimator, "--rollout.max_new_tokens", "8", samples=3)
     args.train.seed, args.train.full_determinism_enable = seed, deterministic
     args.vllm.enable_sleep, args.data.max_len = False, 64

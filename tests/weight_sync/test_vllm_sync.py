@@ -340,7 +340,9 @@ def test_the_sampler_says_what_the_trainers_weights_say(
             found.append(said[:, start:] - expected)
     everything = torch.cat(differences, dim=1)
     assert_equal_but_for_rounding(everything, torch.zeros_like(everything))
-    assert (torch.cat(stale, dim=1).abs().mean(1) > LEFT_BEHIND_MEAN).all()
+    for of_other_weights in torch.cat(stale, dim=1):  # few tokens, drawn at random: two entropies may both be small
+        with pytest.raises(AssertionError):
+            assert_equal_but_for_rounding(of_other_weights, torch.zeros_like(of_other_weights))
 
 
 @pytest.mark.timeout(200)

@@ -198,8 +198,9 @@ def _asynchronous(args: SimpleNamespace) -> Iterator[Rule]:
         "--train.async_enable trains on rows of an earlier policy, and so needs --algo.advantage.is_correction_level "
         "token or seq; give it too.",
     )
+    if train.partial_rollout_enable:
+        yield from _in_flight(args)
     for broken, flag, why in (
-        (train.partial_rollout_enable, "--train.partial_rollout_enable", "weights change between rollouts only"),
         (train.async_queue_size > 1, f"--train.async_queue_size {train.async_queue_size}", "one rollout is ahead"),
         (
             batch > args.rollout.batch_size,
@@ -213,6 +214,34 @@ def _asynchronous(args: SimpleNamespace) -> Iterator[Rule]:
         ),
     ):
         yield broken, f"{flag} cannot be combined with --train.async_enable: {why}; leave one of them out."
+
+
+def _in_flight(args: SimpleNamespace) -> Iterator[Rule]:
+    """What weights that change within a response would leave to chance, or unsaid."""
+    yield (
+        args.rollout.entropy != "sampler",
+        "--train.partial_rollout_enable needs to know which weights drew a token, which vLLM's sampler says with its "
+        "entropy; give --rollout.entropy sampler, and with an estimator that reads none --logger.entropy_enable.",
+    )
+    for broken, flag, why in (
+        (
+            args.train.full_determinism_enable and args.train.max_staleness > 0,
+            "--train.full_determinism_enable",
+            "where weights change within a response depends on time; leave one of them out, or give "
+            "--train.max_staleness 0",
+        ),
+        (
+            args.vllm.sync_with_ray,
+            "--vllm.sync_with_ray",
+            "OpenRLHF's transfer does not say of which step the weights are; leave one of them out",
+        ),
+        (
+            args.vllm.in_flight_cache == "keep" and args.vllm.enable_prefix_caching,
+            "--vllm.enable_prefix_caching with --vllm.in_flight_cache keep",
+            "later prompts would read keys and values of older weights; leave one of them out",
+        ),
+    ):
+        yield broken, f"{flag} cannot be combined with --train.partial_rollout_enable: {why}."
 
 
 def _check_algorithm(args: SimpleNamespace) -> None:

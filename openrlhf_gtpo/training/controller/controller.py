@@ -28,10 +28,11 @@ from openrlhf_gtpo.training.controller.metrics import (
     sources_of,
     step_warnings,
 )
-from openrlhf_gtpo.training.controller.rollouts import Rollouts, staleness
+from openrlhf_gtpo.training.controller.rollouts import Rollouts
 from openrlhf_gtpo.training.controller.saving import Saver
 from openrlhf_gtpo.training.controller.step_costs import StepCosts
 from openrlhf_gtpo.training.controller.stop import stop_file
+from openrlhf_gtpo.training.controller.stream import Stream
 from openrlhf_gtpo.training.controller.trackers import Trackers
 from openrlhf_gtpo.training.credit.experiences import ExperienceMaker, Models
 from openrlhf_gtpo.training.credit.old_policy import count_all_steps
@@ -102,7 +103,11 @@ class Controller:
             shared = ray.put(self.tokenizer)
             self.sampling = (args, self.prompts, self.held_out, shared, self.engines.serving, self._recover)
             self._take_sampler()
-        self.rollouts = Rollouts(self, args.train.async_enable)
+        self.rollouts = (
+            Stream(self, args.train.max_staleness)
+            if args.train.partial_rollout_enable
+            else Rollouts(self, args.train.async_enable)
+        )
         self.rollout = Rollout([], 0, False)
         self.maker = ExperienceMaker(strategy, self.models, self.kl_control, self.tokenizer, self.features)
         self.trackers = Trackers(args)
@@ -158,6 +163,7 @@ class Controller:
             self.trackers.close()
             raise
         finally:
+            self.rollouts.end()
             for feature in self.features:
                 feature.end()
         self.trackers.close()
@@ -249,8 +255,11 @@ class Controller:
             TrainingStopped: more engines died than the run allows.
             ray.exceptions.RayError: an engine died during the transfer.
         """
-        if not self.args.rollout.is_sampled:
-            return
+        if self.args.rollout.is_sampled:
+            with self.rollouts.still():
+                self._send_weights()
+
+    def _send_weights(self) -> None:
         self.engines.check()
         try:
             self.watched.wait()  # an engine may take as long as it needs to start
@@ -258,7 +267,12 @@ class Controller:
             self._show(names.BROADCAST)
             if self.args.vllm.enable_sleep:  # the key-value cache follows when engines sample
                 batch_vllm_engine_call(self.engines.serving, "wake_up", tags=["weights"])
+            pauses = self.args.train.partial_rollout_enable  # between two tokens; they go on if all have the weights
+            if pauses:
+                batch_vllm_engine_call(self.engines.serving, "pause_generation")
             ray.get(self.models.actor.async_run_method(method_name="broadcast_to_vllm", version=self.step))
+            if pauses:
+                batch_vllm_engine_call(self.engines.serving, "resume_generation")
         except ray.exceptions.RayError:
             self.engines.check()  # which names the engine, if the run stops because of it
             raise
@@ -294,7 +308,7 @@ class Controller:
             more[names.RESTARTS_ENGINES] = float(self.engines.restarts)
             more[names.DROPPED_PROMPTS] = float(rollout.dropped)
         if self.rollouts.ahead:
-            more |= staleness(rollout, self.step)
+            more |= self.rollouts.describe(rollout, self.step)
             more[names.TIMING_ROLLOUT] = rollout.seconds
             more[names.IDLE_TRAINER] = metrics[names.timing(names.GENERATION)]
         if "ppo_clip_ratio" in metrics:
@@ -361,7 +375,8 @@ class Controller:
     def _evaluate(self) -> dict[str, float]:
         self._show(names.EVALUATION)
         args = self.args
-        rows = self.sampler.evaluate(args.eval.temperature, args.eval.n_samples_per_prompt)
+        with self.rollouts.still():
+            rows = self.sampler.evaluate(args.eval.temperature, args.eval.n_samples_per_prompt)
         sources = sources_of(self.held_out)
         metrics = eval_metrics(rows, sources, args.eval.n_samples_per_prompt)
         self.trackers.evaluation(
@@ -404,14 +419,14 @@ class Controller:
         If the step ended an episode, the next one has begun: the loader of a run that goes on in the ended one would
         draw all of its prompts again (torchdata 0.11.0, StatefulDataLoader.__iter__).
         """
-        states = {
+        with self.rollouts.still():
+            states = {"data_loader_state_dict": self.prompts.state_dict(), **self.rollouts.state()}
+        states |= {
             "episode": self.episode + int(self.rollout.exhausted),
             "global_step": self.step,
             "total_consumed_prompts": self.consumed,
-            "data_loader_state_dict": self.prompts.state_dict(),
             _KL_COEFFICIENT: float(self.kl_control.value),
         }
-        states |= self.rollouts.state()
         for feature in self.features:
             states |= feature.state()
         return states

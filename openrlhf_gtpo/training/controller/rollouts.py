@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,12 +19,13 @@ import numpy as np
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.training.rollout.packed import pack, unpack
-from openrlhf_gtpo.training.rows import Rollout, Row
+from openrlhf_gtpo.training.rows import Rollout, ages
 
 if TYPE_CHECKING:
     from openrlhf_gtpo.training.controller.controller import Controller
 
-_AHEAD = "rollouts_ahead"  # in a checkpoint
+# In a checkpoint: what was sampled, or asked for, and not trained on.
+_AHEAD, IN_FLIGHT = "rollouts_ahead", "prompts_in_flight"
 _NUMBERS = ("prompts", "exhausted", "passed", "tokens", "dropped", "version", "seconds")  # of a rollout
 
 
@@ -102,6 +104,17 @@ class Rollouts:
             self.drain()
         return not self._lacks_engines
 
+    def still(self) -> AbstractContextManager[None]:
+        """A block in which nothing is drawn or sampled to train on; between steps, that is so anyway."""
+        return nullcontext()
+
+    def end(self) -> None:
+        """No step follows."""
+
+    def describe(self, rollout: Rollout, step: int) -> dict[str, float]:
+        """Metrics of how old the rows are that ``step`` has trained on, if they may be older than the step."""
+        return staleness(rollout, step) if self.ahead else {}
+
     def is_on_thread(self) -> bool:
         """Whether the caller is on the thread that samples ahead."""
         return threading.current_thread() is self._thread
@@ -128,13 +141,17 @@ class Rollouts:
         """Take up what :meth:`state` returned; the prompts that were drawn for it.
 
         Raises:
-            TrainingStopped: this run does not train on a rollout of an earlier policy, and so would leave it out.
+            TrainingStopped: this run would leave it out.
         """
-        if _AHEAD in state and not self.ahead:
-            raise TrainingStopped(
-                "The checkpoint is of a run with --train.async_enable, and holds a rollout that was sampled ahead; "
-                "give that flag to go on from it."
-            )
+        for name, flag, goes_on in (
+            (_AHEAD, "--train.async_enable", self.ahead),
+            (IN_FLIGHT, "--train.partial_rollout_enable", False),
+        ):
+            if name in state and not goes_on:
+                raise TrainingStopped(
+                    f"The checkpoint is of a run with {flag}, and holds what was sampled ahead; give that flag to go "
+                    "on from it."
+                )
         self._ready = [
             Rollout(**each | {name: unpack(each[name]) for name in ("rows", "others")})
             for each in state.get(_AHEAD, ())
@@ -170,14 +187,6 @@ class Rollouts:
 
 
 def staleness(rollout: Rollout, step: int) -> dict[str, float]:
-    """Metrics: the steps between the policy that sampled an action and the one that trains on it in ``step``. Where an
-    engine does not say which it was, or was never told (Ray's transfer), it is the one that the rollout began with."""
-    versions = np.concatenate([_versions(row, rollout.version) for row in rollout.rows])
-    ages = step - 1 - versions
-    return {names.STALENESS_MEAN: float(ages.mean()), names.STALENESS_MAX: float(ages.max())}
-
-
-def _versions(row: Row, begun_with: int) -> np.ndarray:
-    if row.versions is None:
-        return np.full(row.num_actions, begun_with)
-    return np.maximum(row.versions[row.mask], begun_with)
+    """Metrics: the steps between the policy that sampled an action and the one that trains on it in ``step``."""
+    found = np.concatenate([ages(row, rollout.version, step) for row in rollout.rows])
+    return {names.STALENESS_MEAN: float(found.mean()), names.STALENESS_MAX: float(found.max())}

@@ -62,6 +62,16 @@ def unpack(packed: torch.Tensor) -> list[Row]:
     return rows
 
 
+def pack_json(value: Any) -> torch.Tensor:
+    """(n,) uint8, JSON of ``value``; raises TypeError if it is not JSON's."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def unpack_json(packed: torch.Tensor) -> Any:
+    """What :func:`pack_json` was given."""
+    return json.loads(packed.numpy().tobytes())
+
+
 def _columns(row: Row) -> dict[str, Any]:
     values = (None, None) if row.values is None else row.values
     return dict(zip(_COLUMNS, (row.tokens, row.mask, row.log_probs, row.versions, *values), strict=True))

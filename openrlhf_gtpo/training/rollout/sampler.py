@@ -20,6 +20,7 @@ from vllm import SamplingParams
 from openrlhf_gtpo.algorithms import success
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.training.credit.entropy_credit import entropy_credit
+from openrlhf_gtpo.training.rollout.groups import Groups, Parts
 from openrlhf_gtpo.training.rows import Dropped, Request, Rollout, Row
 
 _TRAINING, _EVALUATION = 0, 1  # streams of seeds
@@ -68,15 +69,40 @@ class Sampler:
         Raises:
             TrainingStopped: too many prompts were dropped, responses log different things, or ``recover`` gave up.
         """
-        args = self.args
-        if self._left is None:
-            self._left = iter(self._prompts)
-        filters = args.algo.dynamic_filtering_enable
-        count = min(args.rollout.batch_size, args.rollout.vllm_generate_batch_size or args.rollout.batch_size)
-        params = self.params(args.rollout.temperature, args.rollout.top_p, self.with_log_probs)
         before, seen = self.drawn, Rollout([], 0, False)
         with self.awake():
-            groups = self._groups(self._numbered(self._left), count, params, seen, filters)
+            groups = self._groups(
+                iter(self.draw, None),
+                self.per_rollout,
+                self.training_params(),
+                seen,
+                self.args.algo.dynamic_filtering_enable,
+            )
+        return self.rollout(groups, self.drawn - before, seen)
+
+    @property
+    def per_rollout(self) -> int:
+        """Groups of a rollout."""
+        rollout = self.args.rollout
+        return min(rollout.batch_size, rollout.vllm_generate_batch_size or rollout.batch_size)
+
+    def draw(self) -> Request | None:
+        """The next prompt that is trained on; None at the end of the episode, after which another begins."""
+        if self._left is None:
+            self._left = _prompts(iter(self._prompts))
+        prompt = next(self._left, None)
+        if prompt is None:
+            self._left = None
+            return None
+        number, self.drawn = self.drawn, self.drawn + 1
+        return self.request(prompt, number)
+
+    def rollout(self, groups: Mapping[int, list[Row]], prompts: int, seen: Rollout) -> Rollout:
+        """``seen``, of ``prompts`` that were drawn, with the rows of ``groups``.
+
+        Raises:
+            TrainingStopped: responses log different things.
+        """
         rows = [row for number in sorted(groups) for row in groups[number]]
         for row in rows:
             if differing := row.logs.keys() ^ rows[0].logs.keys():
@@ -84,11 +110,9 @@ class Sampler:
                     "Expected the same names in every response's extra_logs, which are averaged; only some have "
                     f"{', '.join(sorted(differing))}."
                 )
-        seen.rows, seen.prompts = rows, self.drawn - before
-        if filters and seen.prompts:
-            seen.passed = len(groups) / seen.prompts * 100
-        if seen.exhausted:
-            self._left = None
+        seen.rows, seen.prompts = rows, prompts
+        if self.args.algo.dynamic_filtering_enable and prompts:
+            seen.passed = len(groups) / prompts * 100
         return seen
 
     def evaluate(self, temperature: float, samples: int) -> list[Row]:
@@ -123,6 +147,10 @@ class Sampler:
             sent[ref] = request._replace(engine=engine)
         return sent
 
+    def note_answer(self, request: Request) -> None:
+        """The engine that was asked with this has answered, or failed."""
+        self._load[id(request.engine)] -= request.samples
+
     @contextmanager
     def awake(self) -> Iterator[None]:
         """Keep the engines awake within this block, if ``--vllm.enable_sleep`` frees their memory otherwise."""
@@ -142,6 +170,10 @@ class Sampler:
                 self._recover(error)
                 time.sleep(_AGAIN)
 
+    def training_params(self) -> SamplingParams:
+        """With which rows that are trained on are sampled."""
+        return self.params(self.args.rollout.temperature, self.args.rollout.top_p, self.with_log_probs)
+
     def params(self, temperature: float, top_p: float, with_log_probs: bool) -> SamplingParams:
         """What OpenRLHF asks vLLM with (0.11.2, trainer/ppo_utils/samples_generator.py)."""
         return SamplingParams(
@@ -153,10 +185,9 @@ class Sampler:
             logprobs=1 if with_log_probs else None,
         )
 
-    def _numbered(self, loader: Iterator[Any]) -> Iterator[Request]:
-        for prompt in _prompts(loader):
-            number, self.drawn = self.drawn, self.drawn + 1
-            yield self._request(prompt, number, _TRAINING, self.args.rollout.n_samples_per_prompt)
+    def request(self, prompt: tuple[Any, ...], number: int) -> Request:
+        """For all responses to a prompt (text, label, images) that is trained on."""
+        return self._request(prompt, number, _TRAINING, self.args.rollout.n_samples_per_prompt)
 
     def _request(self, prompt: tuple[Any, ...], number: int, stream: int, samples: int) -> Request:
         text, label, images = prompt
@@ -176,47 +207,45 @@ class Sampler:
         beside the tokens that were sampled and the prompts that were dropped.
         """
         groups: dict[int, list[Row]] = {}
-        parts: dict[int, tuple[int, dict[int, list[Row] | Dropped]]] = {}  # how many a group has, and which are there
-        waiting: dict[ray.ObjectRef, Request] = {}
-        may_drop = max(1, int(_MAY_DROP * count))
+        asked = Groups(self, params)
+        may_drop = self.may_drop(count)
 
         def draw() -> bool:
             request = next(requests, None)
             if request is None:
                 seen.exhausted = True
                 return False
-            asked = self.shares(request) if request.is_trained else [request]
-            parts[request.number] = len(asked), {}
-            waiting.update(self.ask(asked, params))
+            asked.ask(request)
             return True
 
         drawn = sum(draw() for _ in range(count))
         progress = tqdm(total=drawn, desc="Generate samples")
-        while waiting:
-            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=_LOOK_EVERY)
-            for ref in ready:
-                request = waiting.pop(ref)
-                self._load[id(request.engine)] -= request.samples
-                try:
-                    answer = ray.get(ref)
-                except ray.exceptions.RayError as error:
-                    waiting.update(self.ask([self.in_place_of(request, error)], params))
-                    continue
-                asked, group = parts[request.number]
-                group[request.first] = answer
-                if len(group) < asked:
-                    continue
-                del parts[request.number]
-                rows = self._complete(group, seen, may_drop)
-                kept = bool(rows) and not (filters and self._is_filtered(rows))
-                if rows and not kept:
-                    self.on_filtered(rows)
-                if kept:
+        while asked:
+            for request, parts in asked.complete(asked.answered(_LOOK_EVERY)):
+                rows = self.kept(parts, seen, may_drop, filters)
+                if rows:
                     groups[request.number] = rows
                     progress.update()
                 elif filters:
                     draw()
         return groups
+
+    def kept(self, parts: Parts, seen: Rollout, may_drop: int, filters: bool) -> list[Row]:
+        """The rows of a group that is complete; none if a part of it was dropped, or the filter drops it.
+
+        Raises:
+            TrainingStopped: more than ``may_drop`` prompts were dropped because their reward or agent failed.
+        """
+        rows = self._complete(parts, seen, may_drop)
+        if rows and filters and self._is_filtered(rows):
+            self.on_filtered(rows)
+            return []
+        return rows
+
+    @staticmethod
+    def may_drop(prompts: int) -> int:
+        """How many of so many prompts may be dropped."""
+        return max(1, int(_MAY_DROP * prompts))
 
     def shares(self, request: Request) -> Sequence[Request]:
         """Who is asked for the responses to a prompt that is trained on, in the order of the group's rows."""
@@ -230,7 +259,7 @@ class Sampler:
     def on_filtered(self, rows: Sequence[Row]) -> None:
         """The filter does not let this group through."""
 
-    def _complete(self, group: Mapping[int, list[Row] | Dropped], seen: Rollout, may_drop: int) -> list[Row]:
+    def _complete(self, group: Parts, seen: Rollout, may_drop: int) -> list[Row]:
         """A group's rows in their order; none if a part of it was dropped.
 
         Raises:

@@ -96,6 +96,24 @@ RUN = Group(
             f"log policy entropies with the other estimators too ({_ESTIMATORS} always do)",
         ),
         Setting(
+            "train.max_staleness",
+            1,
+            "with weights in flight, steps that a token may be older than the policy that trains on it; a group with "
+            "an older one is dropped and sampled again, and (1 + N) × --rollout.batch_size prompts are in flight",
+            bounds=Bounds(at_least=0),
+            needs=(needs_flag("train.partial_rollout_enable"),),
+            page="async.md#weights-in-flight",
+        ),
+        Setting(
+            "vllm.in_flight_cache",
+            "recompute",
+            "what becomes of the keys and values of responses in flight when weights change: computed again with the "
+            "new ones, or kept, which is faster and leaves tokens that no single policy would have drawn so",
+            choices=("recompute", "keep"),
+            needs=(needs_flag("train.partial_rollout_enable"),),
+            page="async.md#weights-in-flight",
+        ),
+        Setting(
             "vllm.max_num_seqs",
             None,
             "limit on the responses that an engine decodes at once (default: vLLM's for an engine in an actor, 128)",

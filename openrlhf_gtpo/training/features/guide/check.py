@@ -50,6 +50,11 @@ def _settings(args: SimpleNamespace) -> Iterator[Rule]:
             "--algo.kl.target",
             "which would follow the KL of the guide's rows too",
         ),
+        (
+            args.train.partial_rollout_enable,
+            "--train.partial_rollout_enable",
+            "as its rows are of no version of the policy",
+        ),
         (args.data.max_images_per_prompt > 0, "--data.max_images_per_prompt", "as the guide is given only text"),
     ):
         yield broken, f"{_FLAG} cannot be combined with {other}, {why}; leave one of them out."

@@ -37,10 +37,10 @@ class SamplerEntropyInController(AuditedFeature):
     def __init__(self, args: SimpleNamespace) -> None:
         super().__init__(args, _SOURCE, args.rollout.entropy_audit_steps, args.rollout.entropy_audit_gate)
 
-    def may_sample_ahead(self) -> bool:
+    def may_sample_ahead(self, steps: int = 1) -> bool:
         """Not what is audited, or training itself would close the gate; and not while the actor's entropies, which are
         of its present weights, are in use or may come to be."""
-        return not (self.audit.closed or self.audit.due_in(0) or self.audit.due_in(1))
+        return not (self.audit.closed or any(map(self.audit.due_in, range(steps + 1))))
 
     def policy_values(
         self,

@@ -1,0 +1,259 @@
+"""A stream of prompts in place of a loop over rollouts (``--train.partial_rollout_enable``): engines sample all the
+time, and weights change between two tokens of a response.
+
+At every transfer the engines are paused. After it prompts are drawn until those of ``1 + max_staleness`` steps are in
+flight or ready; a step trains on the groups that are complete first. Trained on in the order in which they were drawn,
+no group would be older than ``--train.max_staleness`` steps. One that others have overtaken may be: it is dropped, and
+asked again under its number.
+
+A thread collects what engines answer, under the condition's lock. :meth:`still` takes it too: while weights are sent,
+a checkpoint is written or the policy is evaluated, nothing is drawn or asked.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.report import names
+from openrlhf_gtpo.training.controller.rollouts import IN_FLIGHT, Rollouts, staleness
+from openrlhf_gtpo.training.rollout.groups import Groups, Parts
+from openrlhf_gtpo.training.rollout.packed import pack, pack_json, unpack, unpack_json
+from openrlhf_gtpo.training.rows import Request, Rollout, Row, ages
+
+if TYPE_CHECKING:
+    from openrlhf_gtpo.training.controller.controller import Controller
+
+_COUNTS = ("prompts", "tokens", "dropped", "stale")  # of what was sampled for the next step
+_LOOK_EVERY = 0.2  # seconds after which the thread learns of new requests
+
+
+@dataclass
+class _Prompt:
+    """A prompt that was drawn and not trained on."""
+
+    request: Request
+    episode: int
+    version: int = 0  # of the weights with which it was asked
+    rows: list[Row] = field(default_factory=list)  # of its group, once it is complete
+
+
+class Stream(Rollouts):
+    """The prompts in flight, and the groups that are ready.
+
+    Args:
+        run: has the sampler, and sends weights.
+        max_staleness: how many steps a token may be older than the policy that trains on it.
+    """
+
+    def __init__(self, run: "Controller", max_staleness: int) -> None:
+        super().__init__(run, ahead=True)
+        self._max_staleness = max_staleness
+        self._prompts: dict[int, _Prompt] = {}  # all that were drawn and not trained on, by number
+        self._complete: list[_Prompt] = []  # those of them that have rows, in the order in which they came
+        self._groups: Groups | None = None  # which engines were asked for; made at the beginning
+        self._drawing = 0  # the episode whose prompts are drawn
+        self._end = 0  # the first episode that the run does not have
+        self._next = Rollout([], 0, False)  # counts what was sampled since the last step
+        self._failure: BaseException | None = None
+        self._ended = False
+
+    def begin(self, episodes: int) -> None:
+        """``episodes`` follow; prompts of the first of them may be in flight."""
+        self._drawing = max(self._drawing, self._run.episode)
+        self._end = self._run.episode + episodes
+        self._groups = Groups(self._run.sampler, self._run.sampler.training_params())
+        for prompt in self._prompts.values():  # of a checkpoint
+            if not prompt.rows:
+                self._ask(prompt)
+        self._draw_ahead()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def next(self) -> Rollout:
+        """The next step's rollout, of groups that are complete; an episode's last one has what is left.
+
+        Raises:
+            Exception: what the thread raised.
+        """
+        with self._changed:
+            while True:
+                self._changed.wait_for(lambda: self._failure or self._lacks_engines or self._is_enough())
+                if self._failure is not None:
+                    self._run.complete_checkpoint()
+                    raise self._failure
+                if self._lacks_engines:  # and no step is going to send weights
+                    self._run.send_weights()
+                elif not self._ask_stale_again():
+                    return self._take()
+
+    def drain(self) -> None:
+        """Engines go on: they are paused while weights are sent."""
+
+    def weights_sent(self) -> bool:
+        """The engines have the version's weights, and are asked for more."""
+        if self._groups is not None:
+            self._lacks_engines = False
+            self._draw_ahead()
+            self._changed.notify_all()
+        return True
+
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        """Within this block no prompt is drawn, and no engine asked for a response to train on."""
+        with self._changed:
+            yield
+
+    def end(self) -> None:
+        """No step follows."""
+        self._ended = True
+
+    def describe(self, rollout: Rollout, step: int) -> dict[str, float]:
+        """Metrics of the versions that the rollout's tokens are of, and of the groups that were too old for it."""
+        groups: dict[int, list[np.ndarray]] = {}
+        for row in rollout.rows:
+            groups.setdefault(row.number, []).append(ages(row, rollout.version, step))
+        spreads = [np.ptp(found) if len(found) else 0 for found in map(np.concatenate, groups.values())]
+        more = {names.STALENESS_SPREAD: float(np.mean(spreads)), names.STALENESS_DROPPED: float(rollout.stale)}
+        return staleness(rollout, step) | more
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: groups that are ready, prompts in flight, and counts for the next step."""
+        in_flight = [prompt for prompt in self._prompts.values() if not prompt.rows]
+        rows = [replace(row, label=None) for prompt in self._complete for row in prompt.rows]
+        prompts = [
+            (each.request.prompt, each.request.label, each.request.number, each.episode, each.version, len(each.rows))
+            for each in (*self._complete, *in_flight)
+        ]
+        counts = [getattr(self._next, name) for name in _COUNTS]
+        kept = {"rows": pack(rows), "prompts": pack_json(prompts), "drawing": self._drawing, "counts": counts}
+        return {IN_FLIGHT: kept}
+
+    def restore(self, state: Mapping[str, Any]) -> int:
+        kept = state.get(IN_FLIGHT)
+        if kept is None:
+            if super().restore(state):
+                raise TrainingStopped(
+                    "The checkpoint is of a run without --train.partial_rollout_enable, and holds a rollout that was "
+                    "sampled ahead; leave that flag out to go on from it."
+                )
+            return 0
+        rows = iter(unpack(kept["rows"]))
+        for text, label, number, episode, version, count in unpack_json(kept["prompts"]):
+            prompt = _Prompt(self._run.sampler.request((text, label, None), number), episode, version)
+            prompt.rows = [next(rows) for _ in range(count)]
+            self._prompts[number] = prompt
+            if count:
+                self._complete.append(prompt)
+        self._drawing = kept["drawing"]
+        for name, count in zip(_COUNTS, kept["counts"], strict=True):
+            setattr(self._next, name, count)
+        return len(self._prompts) + self._next.prompts
+
+    def _draw_ahead(self) -> None:
+        """Draw and ask for the next step, and for as many after it as features let be sampled with these weights."""
+        ahead, features, per_step = 0, self._run.features, self._run.sampler.per_rollout
+        while ahead < self._max_staleness and all(each.may_sample_ahead(ahead + 1) for each in features):
+            ahead += 1
+        drawn = Counter(prompt.episode for prompt in self._prompts.values())
+        while self._drawing < self._end:
+            drawn[self._drawing] += 1
+            if sum(-(-count // per_step) for count in drawn.values()) > 1 + ahead:  # no step has prompts of two
+                break
+            if not self._draw():
+                drawn[self._drawing - 1] -= 1
+
+    def _draw(self) -> bool:
+        """Draw and ask for a prompt; False at the end of the episode."""
+        request = self._run.sampler.draw()
+        if request is None:
+            self._drawing += 1
+            return False
+        prompt = self._prompts[request.number] = _Prompt(request, self._drawing)
+        self._ask(prompt)
+        return True
+
+    def _ask(self, prompt: _Prompt) -> None:
+        assert self._groups is not None
+        prompt.version = self._run.version
+        self._groups.ask(prompt.request)
+
+    def _mine(self) -> list[_Prompt]:
+        return [prompt for prompt in self._complete if prompt.episode == self._run.episode]
+
+    def _is_over(self) -> bool:
+        """Whether the episode has no prompt that is to be complete yet."""
+        mine = (each for each in self._prompts.values() if each.episode == self._run.episode)
+        return self._drawing > self._run.episode and all(prompt.rows for prompt in mine)
+
+    def _is_enough(self) -> bool:
+        return len(self._mine()) >= self._run.sampler.per_rollout or self._is_over()
+
+    def _ask_stale_again(self) -> bool:
+        """Drop groups that are older than ``max_staleness``; whether there was one."""
+        stale = [
+            prompt
+            for prompt in self._mine()
+            if max(ages(row, prompt.version, self._run.version + 1).max(initial=0) for row in prompt.rows)
+            > self._max_staleness
+        ]
+        for prompt in stale:
+            self._complete.remove(prompt)
+            prompt.rows = []
+            self._ask(prompt)
+        self._next.stale += len(stale)
+        return bool(stale)
+
+    def _take(self) -> Rollout:
+        mine = self._mine()
+        taken = mine[: self._run.sampler.per_rollout]
+        exhausted = self._is_over() and len(taken) == len(mine)
+        for prompt in taken:
+            self._complete.remove(prompt)
+            del self._prompts[prompt.request.number]
+        rollout, self._next = self._next, Rollout([], 0, False)
+        rollout.exhausted = exhausted
+        rollout.version = min((prompt.version for prompt in taken), default=0)
+        groups = {prompt.request.number: prompt.rows for prompt in taken}
+        return self._run.sampler.rollout(groups, rollout.prompts + len(taken), rollout)
+
+    def _serve(self) -> None:
+        """On the thread: collect what engines answer, until the run ends."""
+        groups = self._groups
+        assert groups is not None
+        try:
+            while not self._ended:
+                if not groups:
+                    time.sleep(_LOOK_EVERY / 10)
+                    continue
+                began = time.perf_counter()
+                answered = groups.answered(_LOOK_EVERY)
+                waited = time.perf_counter() - began
+                with self._changed:
+                    self._busy += waited
+                    self._next.seconds += waited
+                    for request, parts in groups.complete(answered):
+                        self._collect(request, parts)
+                    self._changed.notify_all()
+        except BaseException as error:  # the controller's thread raises it
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _collect(self, request: Request, parts: Parts) -> None:
+        sampler, prompt = self._run.sampler, self._prompts[request.number]
+        filters = self._run.args.algo.dynamic_filtering_enable
+        prompt.rows = sampler.kept(parts, self._next, sampler.may_drop(sampler.per_rollout), filters)
+        if prompt.rows:
+            self._complete.append(prompt)
+            return
+        del self._prompts[request.number]
+        self._next.prompts += 1
+        if self._drawing == prompt.episode:  # whose next prompt takes its place
+            self._draw()
