@@ -18,9 +18,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-VERSION = 4
-# Version 1 lacks the settings that only a replay needs, 1 and 2 lack ratios, and 1 to 3 lack the guide.
-_READ = (1, 2, 3, VERSION)
+VERSION = 5
+# Version 1 lacks the settings that only a replay needs, 1 and 2 ratios, 1 to 3 the guide, and 1 to 4 the versions.
+_READ = (1, 2, 3, 4, VERSION)
 FOLDER = "rollouts"  # in --ckpt.path
 
 _KEY = b"openrlhf_gtpo.rollouts"  # in the file's metadata: the settings as JSON
@@ -41,6 +41,7 @@ SCHEMA = pa.schema(
         pa.field("rollout_log_probs", pa.list_(pa.float32())),
         pa.field("entropy", pa.list_(pa.float32())),
         pa.field("advantages", pa.list_(pa.float32()), nullable=False),
+        pa.field("versions", pa.list_(pa.int32())),
         pa.field("ratio", pa.list_(pa.float32())),
         pa.field("clipped", pa.list_(pa.bool_())),
     ]

@@ -51,6 +51,7 @@ def rollout(model: Path, tmp_path: Path, ranks: RankPool, monkeypatch: pytest.Mo
         "mask": masks,
         "rollout_log_probs": None,
         "advantages": [np.zeros(n, np.float32) for n in RESPONSES],
+        "versions": None,
         "ratio": None,
         "clipped": None,
     }

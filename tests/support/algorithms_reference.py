@@ -40,21 +40,24 @@ def groups_of(group_ids):
     return list(groups.values())
 
 
-def token_shares(H, members, config, weight):
-    """{row: shares} for one polarity of one group."""
+def token_shares(H, members, config, weight, versions=None):
+    """{row: shares} for one polarity of one group; ``versions`` has those of each row's action tokens."""
     mean = MEANS[config.entropy_mean]
     w = {i: [weight(h) for h in H[i]] for i in members}
-    everything = [x for k in members for x in w[k]]
-    group_mean = mean(everything) if everything else None
+    everything = [(k, u) for k in members for u in range(len(w[k]))]
     shares = {}
     for i in members:
-        if config.compare == "position":
-            means = [mean([w[k][t] for k in members if len(w[k]) > t]) for t in range(len(w[i]))]
-        elif config.compare == "response":
-            means = [mean(w[i])] * len(w[i]) if w[i] else []
-        else:
-            means = [group_mean] * len(w[i])
-        shares[i] = [x / m for x, m in zip(w[i], means)]
+        shares[i] = []
+        for t, x in enumerate(w[i]):
+            if config.compare == "position":
+                peers = [(k, t) for k in members if len(w[k]) > t]
+            elif config.compare == "response":
+                peers = [(i, u) for u in range(len(w[i]))]
+            else:
+                peers = everything
+            if config.peers == "same_version":
+                peers = [(k, u) for k, u in peers if versions[k][u] == versions[i][t]]
+            shares[i].append(x / mean([w[k][u] for k, u in peers]))
     return shares
 
 
@@ -62,16 +65,17 @@ def clip(value, low, high):
     return max(low, min(value, high))
 
 
-def gtpo_reward_lists(entropy, mask, outcome, group_ids, config):
+def gtpo_reward_lists(entropy, mask, outcome, group_ids, config, versions=None):
     """(rewards of the O+ tokens, or of the only set where a variant has one; rewards of the O- tokens), with zeros."""
     H = [[max(h, config.entropy_eps) for h in row] for row in tokens_of(entropy, mask)]
+    versions = versions if versions is None else tokens_of(versions, mask)
     r = [float(x) for x in outcome]
     positive = [[0.0] * len(row) for row in H]
     negative = [[0.0] * len(row) for row in H]
     for rows in groups_of(group_ids):
         won = [i for i in rows if r[i] >= config.success_threshold]
         lost = [i for i in rows if i not in won]
-        for i, shares in token_shares(H, won, config, lambda h: h).items():
+        for i, shares in token_shares(H, won, config, lambda h: h, versions).items():
             for t, share in enumerate(shares):
                 if config.variant == "v1":
                     positive[i][t] = r[i] + config.alpha * share
@@ -80,7 +84,7 @@ def gtpo_reward_lists(entropy, mask, outcome, group_ids, config):
                 else:
                     a1, a2 = config.alpha1, config.alpha2
                     positive[i][t] = clip(a1 + a2 * share, 1, a1 + a1 / config.kappa)
-        for i, shares in token_shares(H, lost, config, lambda h: 1 / h).items():
+        for i, shares in token_shares(H, lost, config, lambda h: 1 / h, versions).items():
             for t, share in enumerate(shares):
                 if config.variant == "v2":
                     negative[i][t] = -share

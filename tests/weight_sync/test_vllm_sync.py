@@ -182,8 +182,19 @@ class Synced:
         logits = torch.func.functional_call(self.model, on_the_wire, (tokens,)).logits
         return (logits[:, :-1] / temperature).log_softmax(-1)
 
+    def said_by(self, weights: dict[str, torch.Tensor], tokens: torch.Tensor, start: int) -> torch.Tensor:
+        """(2, n): log-probs and entropies of a row's tokens (1, ·) from ``start`` on."""
+        log_p = self.trainer_distributions(weights, tokens, self.temperature)[0, start - 1 :]
+        return torch.stack([log_p.gather(1, tokens[0, start:, None])[:, 0], -(log_p.exp() * log_p).sum(1)])
+
     def responses(self, prompt_tokens: int, **params: Any) -> list[Any]:
         """Four rows of one prompt, requested as in a rollout."""
+        import ray
+
+        return ray.get(self.ask(prompt_tokens, **params))
+
+    def ask(self, prompt_tokens: int, **params: Any) -> Any:
+        """Ray's reference to :meth:`responses`."""
         import ray
         from vllm import SamplingParams
 
@@ -192,7 +203,7 @@ class Synced:
         prompt = "".join(chr(32 + i * i % (VOCABULARY - 2)) for i in range(prompt_tokens))
         asked = SamplingParams(temperature=self.temperature, top_k=-1, min_tokens=1, **params)
         request = Request(prompt, "", None, number=0, samples=4)
-        return ray.get(self.engine.sample.remote(request, asked, PREFIX + 8, [ray.put(self.tokenizer)]))
+        return self.engine.sample.remote(request, asked, PREFIX + 8, [ray.put(self.tokenizer)])
 
 
 @pytest.fixture(scope="module", params=[(True, 1, 0.7), (False, 2, 1.0)], ids=["tied", "untied-tp2"])
@@ -243,36 +254,34 @@ def test_no_prefix_of_older_weights_survives(synced: Synced, transport: str) -> 
 
 
 def test_a_response_that_is_paused_midway_goes_on_as_if_the_new_weights_had_read_all_of_it(synced: Synced) -> None:
-    """As in a partial rollout: before the pause its log-probs are the old weights', after it the new ones'."""
+    """Weights in flight: each token's log-prob and entropy are those of the weights that its version names, whose keys
+    and values were computed again."""
     import ray
-    from vllm import SamplingParams
 
     old, new = synced.perturbed(60), synced.perturbed(61)
-    prompt = torch.randint(1, VOCABULARY, (20,), generator=torch.Generator().manual_seed(7)).tolist()
-    params = SamplingParams(max_tokens=PREFIX - 20, temperature=synced.temperature, ignore_eos=True, logprobs=0)
+    begin, differences = 20, []
     for delay in (0.3, 0.1, 1, 3, 0):  # seconds, until the pause falls midway
-        synced.send(old, 2**28)
-        request = synced.engine.generate.remote(prompt, params)
-        ray.wait([request], timeout=delay)
+        synced.send(old, 2**28, version=6)
+        under_way = synced.ask(begin, max_tokens=PREFIX - begin, ignore_eos=True, logprobs=1)
+        ray.wait([under_way], timeout=delay)
         ray.get(synced.engine.pause_generation.remote())
-        synced.send(new, 2**28)
+        synced.send(new, 2**28, version=7)
         ray.get(synced.engine.resume_generation.remote())
-        (output,) = ray.get(request).outputs
-        tokens = torch.tensor([prompt + list(output.token_ids)])
-        found = torch.tensor([of_token[t].logprob for of_token, t in zip(output.logprobs, output.token_ids)])
-        by_old, by_new = (
-            synced.trainer_distributions(of, tokens, synced.temperature).gather(2, tokens[:, 1:, None])[
-                0, len(prompt) - 1 :, 0
-            ]
-            for of in (old, new)
-        )
-        # Tokens before the pause: the number that fits best.
-        apart = [float((found - torch.cat([by_old[:k], by_new[k:]])).abs().sum()) for k in range(len(found) + 1)]
-        before = apart.index(min(apart))
-        if 10 < before < len(found) - 10:
+        rows = ray.get(under_way)
+        drawn_by_old = [int((row.versions == 6).sum()) for row in rows]
+        if all(10 < count < PREFIX - begin - 10 for count in drawn_by_old):
             break
-    assert 10 < before < len(found) - 10, "never paused midway: this test would show nothing"
-    assert_equal_but_for_rounding(found, torch.cat([by_old[:before], by_new[before:]]))
+    else:
+        pytest.fail(f"never paused midway: of {PREFIX - begin} tokens {drawn_by_old} were of the old weights")
+    for row in rows:
+        versions = row.versions[begin:]
+        assert set(versions) == {6, 7} and (np.diff(versions) >= 0).all()
+        tokens = torch.from_numpy(row.tokens)[None]
+        by_old, by_new = (synced.said_by(of, tokens, begin) for of in (old, new))
+        said = torch.from_numpy(np.stack(row.values))[:, begin:]
+        differences.append(said - torch.where(torch.from_numpy(versions) == 6, by_old, by_new))
+    everything = torch.cat(differences, dim=1)
+    assert_equal_but_for_rounding(everything, torch.zeros_like(everything))
 
 
 @pytest.mark.parametrize("transport", ["broadcast", "colocated"])
@@ -335,9 +344,7 @@ def test_the_sampler_says_what_the_trainers_weights_say(
         assert row.log_probs.tolist() == row.values.log_probs.tolist()
         assert row.versions.tolist() == np.where(row.mask, 40, -1).tolist()
         for found, of in ((differences, weights), (stale, others)):
-            log_p = synced.trainer_distributions(of, tokens, synced.temperature)[0, start - 1 :]
-            expected = torch.stack([log_p.gather(1, tokens[0, start:, None])[:, 0], -(log_p.exp() * log_p).sum(1)])
-            found.append(said[:, start:] - expected)
+            found.append(said[:, start:] - synced.said_by(of, tokens, start))
     everything = torch.cat(differences, dim=1)
     assert_equal_but_for_rounding(everything, torch.zeros_like(everything))
     for of_other_weights in torch.cat(stale, dim=1):  # few tokens, drawn at random: two entropies may both be small

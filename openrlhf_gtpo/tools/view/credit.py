@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from openrlhf_gtpo.algorithms import ESTIMATORS, CreditParts, success
+from openrlhf_gtpo.algorithms import ESTIMATORS, CreditParts, reads_versions, success
 from openrlhf_gtpo.report.rollouts import RolloutDump, Tokens
 
 
@@ -95,8 +95,10 @@ def credit(dump: RolloutDump, method: Method) -> Credit:
     batch = (entropy, mask, outcome, groups, method.config, penalty if penalty.any() else None)
     estimator = ESTIMATORS[method.name]
     succeeded = success(outcome, method.config.success_threshold)
-    parts = estimator.parts and estimator.parts(*batch)
-    return Credit(succeeded, parts, estimator.advantages(*batch))
+    versions = columns["versions"]
+    more = {"versions": versions and padded(versions)} if reads_versions(method.config) else {}
+    parts = estimator.parts and estimator.parts(*batch, **more)
+    return Credit(succeeded, parts, estimator.advantages(*batch, **more))
 
 
 def padded(column: Tokens) -> Tensor:

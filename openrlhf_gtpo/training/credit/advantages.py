@@ -29,7 +29,9 @@ def shape(
     """Give ``experiences``, the micro-batches of ``batch``, the advantages of ``credit``, and what is logged."""
     assert batch.values is not None, "the policy returned no entropies"
     penalty = _length_penalty(batch, experiences, args)
-    advantages = credit.advantages(batch.values.entropy, batch.mask, batch.outcome, batch.group_ids, penalty)
+    advantages = credit.advantages(
+        batch.values.entropy, batch.mask, batch.outcome, batch.group_ids, penalty, batch.versions
+    )
     if args.reward.clip_range:
         advantages = advantages.clamp(*args.reward.clip_range)
 

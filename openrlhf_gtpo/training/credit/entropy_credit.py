@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from openrlhf_gtpo.algorithms import ESTIMATORS, ErrorBudget, Estimator, error_budget
+from openrlhf_gtpo.algorithms import ESTIMATORS, ErrorBudget, Estimator, error_budget, reads_versions
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.token_values import TokenValues
 
@@ -32,25 +32,41 @@ class EntropyCredit:
         return not getattr(self.config, "shape_uniform_groups", True)
 
     def advantages(
-        self, entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor, length_penalty: Tensor | None
+        self,
+        entropy: Tensor,
+        mask: Tensor,
+        outcome: Tensor,
+        group_ids: Tensor,
+        length_penalty: Tensor | None,
+        versions: Tensor | None = None,
     ) -> Tensor:
         """(B, T) advantages for a whole rollout batch; see ``gtpo_advantages`` and ``grpo_s_advantages``."""
-        return self.estimator.advantages(entropy, mask, outcome, group_ids, self.config, length_penalty)
+        more = {"versions": versions} if reads_versions(self.config) else {}
+        return self.estimator.advantages(entropy, mask, outcome, group_ids, self.config, length_penalty, **more)
 
-    def shares(self, entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor) -> Tensor:
+    def shares(
+        self, entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor, versions: Tensor | None = None
+    ) -> Tensor:
         """(N,) shares, of all action tokens or, for GRPO-S, of all responses; other estimators say what theirs are."""
-        return self.estimator.shares(entropy, mask, outcome, group_ids, self.config)
+        more = {"versions": versions} if reads_versions(self.config) else {}
+        return self.estimator.shares(entropy, mask, outcome, group_ids, self.config, **more)
 
     def error_budget(
-        self, exact: TokenValues, rough: TokenValues, mask: Tensor, outcome: Tensor, group_ids: Tensor
+        self,
+        exact: TokenValues,
+        rough: TokenValues,
+        mask: Tensor,
+        outcome: Tensor,
+        group_ids: Tensor,
+        versions: Tensor | None = None,
     ) -> ErrorBudget:
         """The errors that ``rough`` causes in this credit for a batch; see ``algorithms.error_budget``."""
         return error_budget(
             exact,
             rough,
             mask,
-            lambda entropy: self.shares(entropy, mask, outcome, group_ids),
-            lambda entropy: self.advantages(entropy, mask, outcome, group_ids, None),
+            lambda entropy: self.shares(entropy, mask, outcome, group_ids, versions),
+            lambda entropy: self.advantages(entropy, mask, outcome, group_ids, None, versions),
         )
 
 

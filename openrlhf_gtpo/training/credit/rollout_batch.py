@@ -28,6 +28,7 @@ class RolloutBatch:
     reference_log_probs: Tensor | None  # (B, T); None if KL is not a loss
     prompts: list[str]  # B texts, for messages
     off_policy: Tensor  # (B,) bool, rows of another sampler (see ``Row``)
+    versions: Tensor | None = None  # (B, T) int, of the weights that drew an action, or -1; None if no engine says it
 
     @classmethod
     def gather(
@@ -61,6 +62,7 @@ class RolloutBatch:
             reference_log_probs=None if reference is None else rows([e.base_action_log_probs for e in experiences]),
             prompts=[row.prompt for row in rollout],
             off_policy=torch.tensor([row.off_policy for row in rollout]),
+            versions=_versions(rollout, width),
         )
 
     def in_rows(self, values: Sequence[TokenValues]) -> TokenValues:
@@ -144,10 +146,19 @@ class RolloutBatch:
             if mask.any():
                 metrics[name] = self.values.entropy[mask].mean().item()
         if credit is not None and credit.estimator.level == "token":
-            shares = credit.shares(self.values.entropy, self.mask, self.outcome, self.group_ids)
+            shares = credit.shares(self.values.entropy, self.mask, self.outcome, self.group_ids, self.versions)
             if shares.numel() > 1:
                 metrics[names.SHARES_STD] = shares.std().item()
         return metrics
+
+
+def _versions(rows: Sequence[Row], width: int) -> Tensor | None:
+    versions = torch.full((len(rows), width), -1)
+    for found, row in zip(versions, rows, strict=True):
+        if row.versions is None:
+            return None
+        found[: len(row.versions) - 1] = torch.from_numpy(row.versions[1:])
+    return versions
 
 
 def _in_rows(values: Sequence[Tensor], order: Tensor, width: int) -> Tensor:

@@ -241,7 +241,6 @@ AHEAD = {"--train.async_enable": True, "--algo.advantage.is_correction_level": "
     [
         ({"--algo.advantage.is_correction_level": "off"}, "--algo.advantage.is_correction_level"),
         ({"--rollout.entropy": "actor"}, "--rollout.entropy sampler"),
-        ({"--train.partial_rollout_enable": True}, "--train.partial_rollout_enable"),
         ({"--train.async_queue_size": 2}, "--train.async_queue_size"),
         ({"--rollout.vllm_generate_batch_size": 4096}, "--rollout.vllm_generate_batch_size"),
         (
@@ -253,6 +252,31 @@ AHEAD = {"--train.async_enable": True, "--algo.advantage.is_correction_level": "
 )
 def test_what_is_not_sampled_ahead(refused: Callable[..., str], changes: dict[str, Any], names: str) -> None:
     assert_names(refused(AHEAD | changes), f"{names} --train.async_enable")
+
+
+IN_FLIGHT = AHEAD | {"--train.partial_rollout_enable": True}
+KEPT = {"--vllm.in_flight_cache": "keep", "--vllm.enable_prefix_caching": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"--train.full_determinism_enable": True}, "--train.full_determinism_enable"),
+        ({"--vllm.sync_with_ray": True}, "--vllm.sync_with_ray"),
+        (KEPT, "--vllm.enable_prefix_caching --vllm.in_flight_cache"),
+        ({"--algo.advantage.estimator": "group_norm", "--rollout.entropy": "actor"}, "--logger.entropy_enable"),
+    ],
+    ids=str,
+)
+def test_what_weights_in_flight_would_leave_to_chance(
+    refused: Callable[..., str], changes: dict[str, Any], names: str
+) -> None:
+    assert_names(refused(IN_FLIGHT | changes), f"{names} --train.partial_rollout_enable")
+
+
+def test_without_staleness_weights_in_flight_leave_nothing_to_chance(command: dict[str, Any]) -> None:
+    changes = {"--train.full_determinism_enable": True, "--train.max_staleness": 0}
+    check(parse(argv_of(command | IN_FLIGHT | changes)))
 
 
 @pytest.mark.parametrize("estimator", ["gtpo", "group_norm"])

@@ -20,7 +20,6 @@ from openrlhf_gtpo.report.metrics import read_runs
 from openrlhf_gtpo.training.feature import ControllerFeature
 from openrlhf_gtpo.training.rollout import groups
 from openrlhf_gtpo.training.rollout.packed import unpack_json
-from openrlhf_gtpo.training.rollout.sampler import Sampler
 from openrlhf_gtpo.training.rows import Row
 from tests.support.controllers import controller, engine_handle, run_arguments
 from tests.training.controller import test_rollouts
@@ -28,7 +27,7 @@ from tests.training.controller.test_rollouts import Actors
 
 ARGV = ("--train.num_episodes", "2", "--ckpt.save_steps", "1", "--algo.advantage.is_correction_level", "token")
 ARGV += ("--logger.entropy_enable", "--rollout.entropy", "actor", "--train.async_enable")
-IN_FLIGHT = ("--train.partial_rollout_enable",)
+IN_FLIGHT = ("--train.partial_rollout_enable", "--algo.dynamic_filtering_range", "0.1", "0.9")
 BATCH, GROUP = 4, 3
 
 
@@ -77,13 +76,13 @@ class Answer:
     def __call__(self) -> list[Row]:
         mask, number = np.array([False, True, True]), self.request.number
         versions = np.array([-1, self.begun, self.engine.version], dtype=np.int32)
+        tokens, log_probs = np.array([1, 2, 3]), np.zeros(3, np.float32)
+        rewards = [int(number % 5 and place > 0) for place in range(self.request.samples)]
+        label = self.request.label
         return [
-            Row(
-                f"{number}", self.request.label, number, np.array([1, 2, 3]), mask, np.zeros(3, np.float32), place % 2,
-                None, versions=versions,
-            )
-            for place in range(self.request.samples)
-        ]  # fmt: skip
+            Row(f"{number}", label, number, tokens, mask, log_probs, reward, None, versions=versions)
+            for reward in rewards
+        ]
 
 
 class Run:
@@ -182,8 +181,6 @@ def test_a_run_goes_on_from_any_checkpoint(
     """No prompt is lost, none trained twice, and each keeps its label."""
     prompts = 18
     whole = Run(monkeypatch, tmp_path / "whole", prompts, *flags)
-    if flags:  # every fifth prompt is filtered
-        monkeypatch.setattr(Sampler, "_is_filtered", lambda self, rows: rows[0].number % 5 == 0)
     wanted = [number for number in range(2 * prompts) if not (flags and number % 5 == 0)]
     whole.controller.fit()
     assert sorted(number for step in whole.trained for number in step) == wanted

@@ -158,6 +158,7 @@ class RolloutDumper(ControllerFeature):
                     "rollout_log_probs": _floats(experience.rollout_log_probs, i, columns),
                     "entropy": None if batch.values is None else _floats(batch.values.entropy, row, columns),
                     "advantages": _floats(experience.advantages, i, columns),
+                    "versions": None if batch.versions is None else batch.versions[row, columns].int().numpy(),
                 }
 
     @cached_property

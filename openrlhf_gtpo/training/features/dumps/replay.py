@@ -75,7 +75,7 @@ def read_rows(dump: RolloutDump, args: SimpleNamespace) -> list[Row]:
     Tokens, masks, outcomes and the engine's log-probs are the dump's. So are the old policy's entropies and log-probs,
     as ``values``, if ``args`` take those of the sampler; otherwise the actor computes them again.
     """
-    lists = ("prompt_tokens", "tokens", "mask", "log_probs", "rollout_log_probs", "entropy")
+    lists = ("prompt_tokens", "tokens", "mask", "log_probs", "rollout_log_probs", "entropy", "versions")
     tables = {name: dump.columns[name].rows() for name in lists if dump.columns[name] is not None}
     rows = []
     for number, outcome in enumerate(dump.columns["outcome"].tolist()):
@@ -101,6 +101,8 @@ def read_rows(dump: RolloutDump, args: SimpleNamespace) -> list[Row]:
             row.metrics |= {names.GUIDE_ROWS: float(row.off_policy), names.OFF_POLICY_ROWS: float(row.off_policy)}
         if args.rollout.entropy == "sampler":
             row.values = TokenValues(values("log_probs"), values("entropy"))  # type: ignore[arg-type]
+            if "versions" in tables:
+                row.versions = np.array([-1] * len(prompt) + tables["versions"][number], dtype=np.int32)
         rows.append(row)
     return rows
 

@@ -1,0 +1,152 @@
+"""Trains with weights in flight, and compares each token's entropy with what `cli.score` says of it with the weights
+that drew it.
+
+    python3 -m benchmarks.reliability.in_flight --output docs/results/reliability/in_flight.json
+
+On CPU, through Ray and vLLM: a run with `--train.partial_rollout_enable` in which every step is dumped and exports its
+model, at a learning rate that makes two versions differ. Then every version's model scores all dumped responses, in
+float32. A token of version v was drawn after those before it, so the model of step v alone should say its entropy; the
+models of other versions are the control. Whether keys and values were computed again makes the difference that
+`--cache keep` shows.
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.reliability.tiny_runs import inputs, rows, start
+from openrlhf_gtpo.cli import Parser, score
+from openrlhf_gtpo.platform.results import write_results
+from openrlhf_gtpo.report import names
+from openrlhf_gtpo.report.rollouts import FOLDER, read_dump
+
+BOUND = 0.05  # nats, on average
+
+
+def main() -> int:
+    parser = Parser(description=__doc__)
+    parser.add_argument("--output", required=True, type=Path)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--staleness", type=int, default=2)
+    parser.add_argument("--cache", choices=("recompute", "keep"), default="recompute")
+    args = parser.parse_args()
+    with inputs(args.steps * 4) as place:
+        found = measure(place, args.steps, args.staleness, args.cache)
+    write_results(args.output, args, found)
+    print(json.dumps(found, indent=2))
+    return 0 if found["without_version"] == 0 and found["own"]["mean"] <= BOUND else 1
+
+
+def measure(place: Path, steps: int, staleness: int, cache: str) -> dict[str, Any]:
+    folder = place / "run"
+    flags: dict[str, Any] = {
+        "vllm.num_engines": 1,
+        "actor.num_gpus_per_node": 1,
+        "rollout.batch_size": 4,
+        "train.batch_size": 16,
+        "rollout.max_new_tokens": 256,
+        "data.max_len": 320,
+        "train.agent_func_path": write_agent(place),
+        "actor.adam.lr": 1e-3,
+        "algo.kl.init_coef": 0,
+        "algo.advantage.is_correction_level": "token",
+        "rollout.entropy": "sampler",
+        "rollout.entropy_audit_steps": 0,
+        "train.max_staleness": staleness,
+        "vllm.in_flight_cache": cache,
+        "ckpt.save_steps": 1,
+        "logger.dump_rollouts": 1,
+    }
+    run = start(place, folder, flags, "--train.async_enable", "--train.partial_rollout_enable", "--ckpt.save_hf")
+    assert run.wait() == 0, (folder / "log").read_text()[-4000:]
+    trained = rows(folder)
+    responses = list(dumped(folder / "checkpoints" / FOLDER))
+    models = {0: place / "model"} | {
+        step: folder / "checkpoints" / f"global_step{step}_hf" for step in range(1, len(trained))
+    }
+    scored = {version: scores(model, responses, folder / f"{version}") for version, model in models.items()}
+    by_own, by_next, unknown, crossing = [], [], 0, 0
+    for place_of, response in enumerate(responses):
+        said, versions = response["entropy"], response["versions"]
+        unknown += int((versions < 0).sum())
+        crossing += len(set(versions)) > 1
+        for version in set(versions[versions >= 0].tolist()):
+            at = versions == version
+            by_own.append(np.abs(said - scored[version][place_of])[at])
+            other = version + 1 if version + 1 in scored else version - 1
+            by_next.append(np.abs(said - scored[other][place_of])[at])
+    return {
+        "steps": len(trained),
+        "responses": len(responses),
+        "of_several_versions": crossing,
+        "tokens": int(sum(map(len, by_own))),
+        "without_version": unknown,
+        "own": spread(by_own),  # |difference| in nats
+        "next": spread(by_next),
+        "staleness_max": max(row[names.STALENESS_MAX] for row in trained),
+        "dropped": sum(row[names.STALENESS_DROPPED] for row in trained),
+    }
+
+
+# Goes on after an end of sequence, so that responses meet new weights; a quarter of them is right.
+AGENT = """
+from openrlhf.utils.agent import AgentExecutorBase
+
+
+class AgentExecutor(AgentExecutorBase):
+    async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=None):
+        tokens = hf_tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        sampling_params.ignore_eos = True
+        output = (await llm_engine.generate(tokens, sampling_params)).outputs[0]
+        said = [of_token[token].logprob for token, of_token in zip(output.token_ids, output.logprobs)]
+        reward = float(sum(output.token_ids) % 4 == 0)
+        return {
+            "prompt": prompt, "label": label, "reward": reward, "scores": reward, "extra_logs": {},
+            "observation_tokens": tokens + list(output.token_ids), "truncated": False,
+            "action_ranges": [(len(tokens), len(tokens) + len(output.token_ids))],
+            "rollout_log_probs": [0.0] * len(tokens) + said,
+        }
+"""
+
+
+def write_agent(place: Path) -> Path:
+    path = place / "agent.py"
+    path.write_text(AGENT)
+    return path
+
+
+def dumped(folder: Path) -> Sequence[Mapping[str, Any]]:
+    """Tokens of each response with its prompt, and entropy and version of each of its own."""
+    found = []
+    for path in sorted(folder.iterdir()):
+        dump = read_dump(path)
+        columns = {name: dump.columns[name].rows() for name in ("prompt_tokens", "tokens", "entropy", "versions")}
+        for prompt, tokens, entropy, versions in zip(*columns.values(), strict=True):
+            found.append({"tokens": prompt + tokens, "entropy": np.array(entropy), "versions": np.array(versions)})
+    return found
+
+
+def scores(model: Path, responses: Sequence[Mapping[str, Any]], name: Path) -> list[np.ndarray]:
+    """Entropies of each response's own tokens by ``model``."""
+    given, output = name.with_suffix(".in.jsonl"), name.with_suffix(".out.jsonl")
+    given.write_text("".join(json.dumps({"tokens": response["tokens"]}) + "\n" for response in responses))
+    argv = ["--model", str(model), "--input", str(given), "--output", str(output), "--dtype", "float32"]
+    assert score.main(argv) == 0
+    lines = map(json.loads, output.read_text().splitlines())
+    return [
+        np.array(line["entropies"])[-len(response["entropy"]) :]
+        for line, response in zip(lines, responses, strict=True)
+    ]
+
+
+def spread(parts: Sequence[np.ndarray]) -> dict[str, float]:
+    found = np.concatenate(parts)
+    return {"mean": float(found.mean()), "p99": float(np.quantile(found, 0.99)), "max": float(found.max())}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
