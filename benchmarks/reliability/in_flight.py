@@ -31,10 +31,10 @@ def main() -> int:
     parser = Parser(description=__doc__)
     parser.add_argument("--output", required=True, type=Path)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--staleness", type=int, default=2)
+    parser.add_argument("--staleness", type=int, default=3)
     parser.add_argument("--cache", choices=("recompute", "keep"), default="recompute")
     args = parser.parse_args()
-    with inputs(args.steps * 4) as place:
+    with inputs(args.steps * 2) as place:
         found = measure(place, args.steps, args.staleness, args.cache)
     write_results(args.output, args, found)
     print(json.dumps(found, indent=2))
@@ -46,10 +46,10 @@ def measure(place: Path, steps: int, staleness: int, cache: str) -> dict[str, An
     flags: dict[str, Any] = {
         "vllm.num_engines": 1,
         "actor.num_gpus_per_node": 1,
-        "rollout.batch_size": 4,
-        "train.batch_size": 16,
-        "rollout.max_new_tokens": 256,
-        "data.max_len": 320,
+        "rollout.batch_size": 2,
+        "train.batch_size": 8,
+        "rollout.max_new_tokens": 768,
+        "data.max_len": 832,
         "train.agent_func_path": write_agent(place),
         "actor.adam.lr": 1e-3,
         "algo.kl.init_coef": 0,

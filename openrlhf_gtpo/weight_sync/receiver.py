@@ -116,9 +116,25 @@ class WeightReceiver:
                 return
             _RELOAD_LOG.addFilter(self._is_news)  # no effect from the second time on
             self.model_runner.reload_weights(weights_iterator=weights)
-            # On CPU vLLM computes logits from a packed copy of the head's weight. A head tied to the embedding gets no
-            # weight of its own in a reload, which updates the shared weight and leaves the copy stale. Can go once a
-            # reload packs it too (vllm 0.29.0, model_executor/model_loader/reload/layerwise.py, _layerwise_process).
             for module in self.model_runner.get_model().modules():
-                if hasattr(module, "tie_weights"):  # vLLM's ParallelLMHead
-                    module.quant_method.process_weights_after_loading(module)
+                _pack(module)
+
+
+def _pack(module: torch.nn.Module) -> None:
+    """Make what vLLM's CPU kernels read of a module's weights, where a reload leaves it out.
+
+    Logits come from a packed copy of the head's weight. A head tied to the embedding gets no weight of its own in a
+    reload, which updates the shared weight and leaves the copy stale. Experts are packed in place, at the first load
+    alone: after another the kernels would read plain weights as packed ones. Can go once a reload does both (vllm
+    0.29.0, model_executor/model_loader/reload/layerwise.py, _layerwise_process; model_executor/layers/fused_moe/
+    unquantized_fused_moe_method.py, _setup_kernel).
+    """
+    from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    method: Any = getattr(module, "quant_method", None)
+    if isinstance(module, ParallelLMHead):
+        method.process_weights_after_loading(module)
+    elif isinstance(method, UnquantizedFusedMoEMethod) and hasattr(module, "w13_weight"):
+        assert method.moe_kernel is not None, "experts have not been loaded before"
+        method.moe_kernel.fused_experts.process_weights_after_loading(module)

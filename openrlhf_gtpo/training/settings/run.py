@@ -141,7 +141,8 @@ RUN = Group(
             "vllm.sync_checksum",
             False,
             "verify after every transfer that each parameter, as it was sent, reached every engine, and that all of "
-            "the model was written; stop the run otherwise. It does not check how a parameter was made from shards",
+            "the model was written; stop the run otherwise. It does not check how a parameter was made from shards, "
+            "nor what vLLM makes of it for its kernels",
             page="megatron.md#a-weight-in-vllm-looks-wrong",
         ),
     ),
