@@ -41,11 +41,16 @@ LLAMA_405B = _llama(16384, 53248, 128, 128)  # of 126 layers, which 16 and 8 sta
 QWEN3_32B = {"model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64}
 QWEN3_32B |= {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
 QWEN3_32B |= {"max_position_embeddings": 40960}
+QWEN_1_5B = {"model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28}
+QWEN_1_5B |= {"num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 49152}
+QWEN_1_5B |= {"max_position_embeddings": 8192, "tie_word_embeddings": False}
+
+H200 = Path(__file__).resolve().parents[1] / "results" / "h200"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One published number.
+    """One published or measured number.
 
     Fields:
         fixes: the assumption that this row was used for; empty where it only checks.
@@ -67,6 +72,7 @@ def rows() -> Iterator[Row]:
     yield from _pre_training()
     yield from _inference()
     yield from _reinforcement_learning()
+    yield from _rollouts()
 
 
 def _pre_training() -> Iterator[Row]:
@@ -92,7 +98,7 @@ def _pre_training() -> Iterator[Row]:
 
 def _inference() -> Iterator[Row]:
     name = "TensorRT-LLM, Llama 3.3 70B FP8, TP2, {}, {} in, {} out"
-    assumed = replace(Assumptions(), vllm_rows=2048, engine_bytes=3 * GIB)
+    assumed = replace(Assumptions(), vllm_rows=2048, engine_bytes=3 * GIB, decode_row=0)  # not vLLM
     inferences = [
         ("h100-80g", 1000, 1000, 2209),
         ("h200-141g", 1000, 1000, 2587),
@@ -121,6 +127,21 @@ def _reinforcement_learning() -> Iterator[Row]:
         chosen |= {"fp8": "off", "recompute": recompute}
         request = Request(SimpleNamespace(**model), parse_cluster("h100-80g", gpus), work, **chosen)
         yield Row(name, "tokens/s/GPU", published, candidates(request)[0].tokens_per_second)
+
+
+def _rollouts() -> Iterator[Row]:
+    """Rollouts of a model of Qwen2.5-1.5B's shape with vLLM on one H200 (docs/results/h200.md): of the sampler's study
+    without values, and of the last step of a whole run."""
+    alone = json.loads((H200 / "sampler_rollout.json").read_text())["rollout"]["without"]["seconds"]["rollout"]
+    last = json.loads((H200 / "train_1.5b.jsonl").read_text().splitlines()[-1])
+    mean = last["response_length/mean"]
+    studies = [
+        ("256 rows of 128 tokens", statistics.median(alone), "decode_row", Workload(64, 128, 64, 128, 1, 256), 0.1),
+        ("step 3 of a run", last["timing/generation"], "", Workload(512, 512, 42, mean, 16, 32), 0.4),
+    ]
+    for name, seconds, fixes, work, memory in studies:
+        engines = Engines(_shape(QWEN_1_5B), parse_cluster("h200-141g", 1), 1, 1, memory, work, Assumptions())
+        yield Row(f"vLLM, Qwen2.5-1.5B's shape on h200-141g, {name}", "s", seconds, engines.seconds, fixes)
 
 
 def _shape(model: dict[str, Any]) -> ModelShape:

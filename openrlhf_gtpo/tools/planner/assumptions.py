@@ -23,6 +23,7 @@ class Assumptions:
     decode_cache: float = 0.5
     decode_compute: float = 0.5
     decode_step: float = 1.5e-3
+    decode_row: float = 37e-6
     collective: float = 10e-6
     host_copy: float = 20e9
     phase: float = 2.0
@@ -50,6 +51,8 @@ SOURCES = {
     "decode_cache": "bandwidth of attention to the KV cache: TensorRT-LLM's rows for Llama 3.3 70B on H100 and H200",
     "decode_compute": "matrix products in prefill and large decode batches: the same rows, fitted together",
     "decode_step": "seconds of scheduling and sampling in each of vLLM's decode steps: assumed",
+    "decode_row": "seconds of vLLM's Python for each row of a decode step, where these take longer than the GPU: an "
+    "H200's host, 256 rows of 128 tokens without values, 1.21 s (benchmarks/results/h200/sampler_rollout.json)",
     "collective": "seconds of latency of a small all-reduce over NVLink: assumed",
     "host_copy": "bytes/s of pinned copies to host memory, which the GPUs of a node partly share: assumed",
     "phase": "seconds to change from one phase to the next, including Ray's calls: assumed",

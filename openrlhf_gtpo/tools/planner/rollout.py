@@ -1,4 +1,5 @@
-"""vLLM's engines: their memory, and the time of a rollout, from the bytes that each decode step reads (a roofline)."""
+"""vLLM's engines: their memory, and the time of a rollout, from the bytes that each decode step reads (a roofline), or
+from the rows that vLLM's Python handles in it, where that takes longer."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -114,7 +115,8 @@ class Engines:
 
     def _step(self, rows: float, context: float) -> float:
         """Seconds of a decode step, one token for each of ``rows`` sequences of ``context`` tokens. Products are
-        bound by reading weights or by multiplying; then attention reads the cache."""
+        bound by reading weights or by multiplying; then attention reads the cache. vLLM's Python prepares the next step
+        meanwhile (its asynchronous scheduling), so the longer of the two counts."""
         shape, gpu, assumed = self.shape, self.cluster.gpu, self.assumptions
         read = self._weights_read(rows) / self.tensor / (gpu.memory_bandwidth * assumed.decode_weights)
         flops = rows * forward_flops(shape, [1], 1) / self.tensor
@@ -122,7 +124,8 @@ class Engines:
         sums = 2 * shape.num_layers if self.tensor > 1 else 0
         sent = 2 * 2 * rows * shape.hidden_size * (self.tensor - 1) / self.tensor
         exchanged = sums * (assumed.collective + sent / (gpu.link * assumed.link))
-        return max(read, flops / self._multiply_rate()) + cache + exchanged + assumed.decode_step
+        on_gpu = max(read, flops / self._multiply_rate()) + cache + exchanged + assumed.decode_step
+        return max(on_gpu, rows * assumed.decode_row)
 
     def _weights_read(self, rows: float) -> float:
         """Bytes of weights that a decode step reads on all GPUs; of the experts, those that some row is routed to."""

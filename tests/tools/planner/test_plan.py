@@ -223,6 +223,18 @@ def test_decoding_reads_what_it_must() -> None:
     assert engines.seconds == pytest.approx(100 * (read + engines.assumptions.decode_step), rel=0.02)
 
 
+def test_a_decode_step_takes_what_the_gpu_or_vllms_python_needs() -> None:
+    """1024 rows of a 7B model on one GPU wait for the Python, 16 for the weights."""
+    fixed = FIXED | {"tensor": 1, "vllm_tensor": 1, "vllm_memory": 0.9}
+    rows = {"prompt_length": 1, "response_length": 100, "mean_response": 100}
+    many, few = (one(request(gpus=1, workload=Workload(**rows, prompts_per_step=n), **fixed)).engines for n in (64, 1))
+    for engines, bound in ((many, True), (few, False)):
+        python = 100 * engines.rows * engines.assumptions.decode_row
+        assert (engines.seconds == pytest.approx(python, rel=0.02)) == bound and engines.seconds >= python
+        faster = replace(engines, assumptions=replace(engines.assumptions, decode_row=0))
+        assert (faster.seconds < 0.9 * engines.seconds) == bound
+
+
 def test_full_engines_take_turns() -> None:
     """Rows wait if the cache has no room for them."""
     work = Workload(prompts_per_step=64)
