@@ -1,10 +1,12 @@
 """The differences between a CUDA host and a host without one.
 
 ``detect`` says which of the two a run is for; ``activate`` makes a process of a CPU run answer the CUDA questions that
-OpenRLHF asks. On a CUDA host ``activate`` returns at once: nothing is patched, replaced or set.
+OpenRLHF asks. On a CUDA host ``activate`` only stands in for flash-attn, and only if that is missing.
 """
 
+import importlib.util
 import os
+import sys
 from pathlib import Path
 
 __all__ = ["PLATFORM_VARIABLE", "activate", "choose", "chosen_platform", "detect"]
@@ -56,7 +58,13 @@ def activate() -> None:
 
     The choice travels in the environment, because a Ray worker without a GPU share sees no device on any host.
     """
-    if chosen_platform() == "cpu":
+    chosen = chosen_platform()
+    if chosen == "cpu":
         from openrlhf_gtpo.platform import cpu
 
         cpu.activate()
+    # OpenRLHF 0.11.2 imports it at module level (openrlhf/models/ring_attn_utils.py).
+    if chosen is not None and "flash_attn" not in sys.modules and importlib.util.find_spec("flash_attn") is None:
+        from openrlhf_gtpo.platform import flash_attn_stand_in
+
+        flash_attn_stand_in.install()

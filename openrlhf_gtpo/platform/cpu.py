@@ -1,14 +1,12 @@
 """Lets OpenRLHF, DeepSpeed and vLLM run on a host without CUDA. Never imported on a CUDA host.
 
-OpenRLHF 0.11.2 asks torch.cuda for its current device, synchronizes it and imports flash-attn at module level
-(openrlhf/trainer/ray/ppo_actor.py and openrlhf/models/ring_attn_utils.py of https://github.com/OpenRLHF/OpenRLHF).
+OpenRLHF 0.11.2 asks torch.cuda for its current device and synchronizes it (openrlhf/trainer/ray/ppo_actor.py of
+https://github.com/OpenRLHF/OpenRLHF).
 Each stand-in below answers one of those questions; all can go when upstream asks ``torch.accelerator`` instead.
 """
 
-import importlib.util
 import logging
 import os
-import sys
 
 _ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
@@ -61,10 +59,6 @@ def activate() -> None:
 
     import torch
 
-    if "flash_attn" not in sys.modules and importlib.util.find_spec("flash_attn") is None:
-        from openrlhf_gtpo.platform import flash_attn_stand_in
-
-        flash_attn_stand_in.install()
     torch.cuda.current_device = _CpuDevice  # type: ignore[assignment]
     for name in ("synchronize", "empty_cache", "set_device"):
         # A new function for each name: torch._dynamo keeps a rule for each function object and refuses shared ones

@@ -1,7 +1,7 @@
 """The four padding helpers of flash-attn that OpenRLHF's packing imports, in plain torch.
 
 They move rows between a padded and a packed layout and have nothing to do with attention kernels, so a host without
-flash-attn can use them as they are; attention itself runs through ``sdpa`` there.
+flash-attn can use them as they are; attention itself runs through ``sdpa`` there, or through ``varlen_attention``.
 """
 
 import importlib.machinery
@@ -38,7 +38,9 @@ def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, se
 
 
 def _no_ring_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-    raise NotImplementedError("Ring attention (--ds.ring_attn_size > 1) needs flash-attn, which needs CUDA.")
+    raise NotImplementedError(
+        "Ring attention (--ds.ring_attn_size > 1) needs flash-attn: setup_env.sh --cuda --with-kernels."
+    )
 
 
 def install() -> None:

@@ -4,6 +4,7 @@ import os
 import re
 import socket
 import sys
+from importlib import metadata
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -11,6 +12,7 @@ from urllib.parse import urlsplit
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.errors import Restartable, UsageError
 from openrlhf_gtpo.megatron.fp8.options import FP32_SCALES
+from openrlhf_gtpo.platform import varlen_attention
 
 # The variables that upstream sets in its workers' environment, with upstream's defaults.
 _UPSTREAM_ENVIRONMENT = {
@@ -119,6 +121,24 @@ def adapt(args: SimpleNamespace) -> None:
     args.vllm.gpu_memory_utilization = min(args.vllm.gpu_memory_utilization, CPU_MEMORY_SHARE)
 
 
+def adapt_attention(args: SimpleNamespace) -> None:
+    """On a CUDA host without flash-attn, attend to packed rows with torch's own kernels, and to padded ones with
+    ``sdpa``, which one printed line says."""
+    if args.ds.attn_implementation == "flash_attention_2" and not has_flash_attn():
+        packed = args.ds.packing_samples and varlen_attention.is_available()
+        args.ds.attn_implementation = varlen_attention.NAME if packed else "sdpa"
+        if args.actor.backend == "deepspeed":
+            print(f"No flash-attn here: --ds.attn_implementation is {args.ds.attn_implementation}.", file=sys.stderr)
+
+
+def has_flash_attn() -> bool:
+    """True if flash-attn is installed, and not only stood in for."""
+    try:
+        return bool(metadata.version("flash-attn"))
+    except metadata.PackageNotFoundError:
+        return False
+
+
 def start_ray(args: SimpleNamespace, gpus: int) -> None:
     """Connect to the cluster that RAY_ADDRESS names, or start Ray on this host; with CUDA, as OpenRLHF does, only if
     `ray start` has not.
@@ -145,14 +165,15 @@ def start_ray(args: SimpleNamespace, gpus: int) -> None:
     # The environment of a job that `ray job submit` started is in os.environ, and Ray refuses names given twice.
     os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
     options: dict[str, Any] = {"runtime_env": {"env_vars": environment}}
-    if platform.chosen_platform() == "cpu":
+    if chosen := platform.chosen_platform():
+        environment[platform.PLATFORM_VARIABLE] = chosen
+        options["runtime_env"]["worker_process_setup_hook"] = "openrlhf_gtpo.platform.activate"
+    if chosen == "cpu":
         from openrlhf_gtpo.platform import cpu
 
         # Phases take turns, so each process may use every core that its peers leave.
         threads = max(1, (os.cpu_count() or 1) // max(1, args.actor.num_nodes * args.actor.num_gpus_per_node))
         environment |= cpu.environment() | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
-        environment[platform.PLATFORM_VARIABLE] = "cpu"
-        options["runtime_env"]["worker_process_setup_hook"] = "openrlhf_gtpo.platform.activate"
         if not os.environ.get("RAY_ADDRESS"):
             options |= {"address": "local", "num_gpus": gpus, "num_cpus": gpus + 4, "include_dashboard": False}
     # Ray gives its agents 15 s to start (launch/ray_node.py); the first try has read from the disk what they import.

@@ -59,6 +59,8 @@ def parse(argv: Sequence[str]) -> SimpleNamespace:
         kind(args).settle()
     if platform.chosen_platform() == "cpu":
         host.adapt(args)
+    else:
+        host.adapt_attention(args)
     return args
 
 

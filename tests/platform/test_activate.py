@@ -1,9 +1,12 @@
-"""Stand-ins are active on a host without CUDA, and only there.
+"""Stand-ins are active on a host without CUDA, and on a CUDA host only flash-attn's, where that is missing.
 
 Each test looks at its own process.
 """
 
 from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 
 Fresh = Callable[..., str]  # see conftest.py
 
@@ -30,19 +33,21 @@ print(*(os.environ[name] for name in ("DS_ACCELERATOR", "VLLM_CPU_OMP_THREADS_BI
     assert answers.splitlines() == ["cpu cpu cpu cuda:0", "cpu nobind 7"]
 
 
-def test_nothing_of_it_is_active_on_a_cuda_host_or_where_nobody_chose_a_platform(fresh: Fresh) -> None:
-    program = """
+def test_nothing_of_it_is_active_on_a_cuda_host_or_where_nobody_chose_a_platform(fresh: Fresh, tmp_path: Path) -> None:
+    (tmp_path / "flash_attn").mkdir()
+    program = f"""
 import os, sys, torch, torch.cuda
+sys.path.append({str(tmp_path)!r})
 import openrlhf_gtpo.platform as platform
 
 def state():
     return (
-        {name: id(value) for name, value in vars(torch.cuda).items()},
-        {name: id(value) for name, value in sys.modules.items() if not name.startswith("openrlhf_gtpo")},
+        {{name: id(value) for name, value in vars(torch.cuda).items()}},
+        {{name: id(value) for name, value in sys.modules.items() if not name.startswith("openrlhf_gtpo")}},
         dict(os.environ),
     )
 
-for chosen in ({}, {"OPENRLHF_GTPO_PLATFORM": "cuda"}):
+for chosen in ({{}}, {{"OPENRLHF_GTPO_PLATFORM": "cuda"}}):
     os.environ.update(chosen)
     before = state()
     platform.activate()
@@ -53,7 +58,22 @@ for chosen in ({}, {"OPENRLHF_GTPO_PLATFORM": "cuda"}):
     fresh(program)
 
 
-def test_a_flash_attn_that_is_there_is_left_alone(fresh: Fresh) -> None:
+def test_a_cuda_host_without_flash_attn_imports_openrlhf_all_the_same(fresh: Fresh) -> None:
+    """Transformers and Transformer Engine still see that it is absent."""
+    program = """
+import os
+os.environ["OPENRLHF_GTPO_PLATFORM"] = "cuda"
+from openrlhf_gtpo import platform
+platform.activate()
+import openrlhf.models.ring_attn_utils
+from transformers.utils import is_flash_attn_2_available
+assert not is_flash_attn_2_available() and "openrlhf_gtpo.platform.cpu" not in os.sys.modules
+"""
+    fresh(program)
+
+
+@pytest.mark.parametrize("chosen", ["cpu", "cuda"])
+def test_a_flash_attn_that_is_there_is_left_alone(fresh: Fresh, chosen: str) -> None:
     program = """
 import sys, types
 real = sys.modules["flash_attn"] = types.ModuleType("flash_attn")
@@ -62,4 +82,4 @@ platform.activate()
 assert sys.modules["flash_attn"] is real
 assert "openrlhf_gtpo.platform.flash_attn_stand_in" not in sys.modules
 """
-    fresh(program, **CPU)
+    fresh(program, OPENRLHF_GTPO_PLATFORM=chosen)

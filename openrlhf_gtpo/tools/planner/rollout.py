@@ -115,8 +115,8 @@ class Engines:
 
     def _step(self, rows: float, context: float) -> float:
         """Seconds of a decode step, one token for each of ``rows`` sequences of ``context`` tokens. Products are
-        bound by reading weights or by multiplying; then attention reads the cache. vLLM's Python prepares the next step
-        meanwhile (its asynchronous scheduling), so the longer of the two counts."""
+        bound by reading weights or by multiplying; then attention reads the cache. Meanwhile vLLM's Python prepares
+        the next step (its asynchronous scheduling), so the longer of the two counts."""
         shape, gpu, assumed = self.shape, self.cluster.gpu, self.assumptions
         read = self._weights_read(rows) / self.tensor / (gpu.memory_bandwidth * assumed.decode_weights)
         flops = rows * forward_flops(shape, [1], 1) / self.tensor

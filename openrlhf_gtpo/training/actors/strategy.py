@@ -16,6 +16,7 @@ import ray
 import torch
 from deepspeed import comm as deepspeed_comm
 from deepspeed.comm import comm
+from deepspeed.git_version_info import installed_ops
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
@@ -38,6 +39,7 @@ from openrlhf_gtpo.checkpoints import folder as checkpoint_folder
 from openrlhf_gtpo.checkpoints.files import Entry, HashedFile
 from openrlhf_gtpo.checkpoints.folder import CheckpointWriteError
 from openrlhf_gtpo.checkpoints.together import agree, choose, publish, put_in_order
+from openrlhf_gtpo.platform import varlen_attention
 from openrlhf_gtpo.platform.agreement import (
     all_gather_objects,
     failure_of,
@@ -89,7 +91,9 @@ class Strategy(DeepspeedStrategy):
         return super().setup_dataloader(dataset, batch_size, pin_memory, shuffle, *args, sampler=sampler, **kwargs)
 
     def setup_distributed(self, timeout: timedelta = timedelta(minutes=60)) -> None:
-        cpp_extension.FileBaton = CompileLock  # DeepSpeed builds FusedAdam and its CPU Adam on first use
+        cpp_extension.FileBaton = CompileLock  # DeepSpeed builds its CPU Adam on first use
+        if self.args.ds.attn_implementation == varlen_attention.NAME:
+            varlen_attention.register()
         # Left alone, gloo listens on the address of the host's name, on many hosts a loopback (torch 2.13.0,
         # ProcessGroupGloo::createDefaultDevice), and Megatron has gloo groups over all nodes. NCCL skips loopbacks.
         address = ray.util.get_node_ip_address()
@@ -150,6 +154,14 @@ class Strategy(DeepspeedStrategy):
 
             optimizer.step = step_if_finite
         return model, optimizer, scheduler
+
+    def get_ds_train_config(self, *args: Any, **kwargs: Any) -> dict:
+        """Like upstream's, with torch's fused AdamW where DeepSpeed's FusedAdam, the same formula, is not compiled: it
+        would be at the first step, by nvcc. An optimizer on the host stays DeepSpeed's."""
+        config = super().get_ds_train_config(*args, **kwargs)
+        if "optimizer" in config and not installed_ops.get("fused_adam") and not self.adam_offload:
+            config["optimizer"]["params"] |= {"torch_adam": True, "fused": True}  # Muon's contains an Adam
+        return config
 
     def get_ds_eval_config(self, *args: Any, **kwargs: Any) -> dict:
         """Like upstream's, without its batch sizes, which DeepSpeed would check against each other (deepspeed 0.19.6,
@@ -253,7 +265,7 @@ class Strategy(DeepspeedStrategy):
 
 
 class CpuStrategy(Strategy):
-    """Uses torch's Adam and gloo's all-reduce: DeepSpeed would build C++ extensions for both on first use.
+    """Uses gloo's all-reduce: DeepSpeed would build a C++ extension for it on first use.
 
     The first run would wait a minute or more for g++, and fail without it. Can go once DeepSpeed's backend works
     without the extension (deepspeed 0.19.6, comm/torch.py, build_shm_op).
@@ -267,13 +279,6 @@ class CpuStrategy(Strategy):
         super().setup_distributed(timeout)
         # In deterministic mode torch fills what it allocates, such as 1 GB for gradients per step, 0.4 s here.
         torch.utils.deterministic.fill_uninitialized_memory = False
-
-    def get_ds_train_config(self, *args: Any, **kwargs: Any) -> dict:
-        """Like upstream's, with torch's fused Adam."""
-        config = super().get_ds_train_config(*args, **kwargs)
-        if "optimizer" in config:  # Muon's contains an Adam
-            config["optimizer"]["params"] |= {"torch_adam": True, "fused": True}
-        return config
 
 
 def averages(model_ema: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

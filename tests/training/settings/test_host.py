@@ -10,7 +10,9 @@ import pytest
 import ray
 
 from openrlhf_gtpo.errors import Restartable, UsageError
-from openrlhf_gtpo.training.host import Gpus, adapt, check_ray, gpus_of, start_ray
+from openrlhf_gtpo.platform import PLATFORM_VARIABLE
+from openrlhf_gtpo.training import host
+from openrlhf_gtpo.training.host import Gpus, adapt, adapt_attention, check_ray, gpus_of, start_ray
 from openrlhf_gtpo.training.settings import upstream_parser
 
 SIZES = (
@@ -74,6 +76,33 @@ def test_a_laptop_starts_no_gpu_nodes_worth_of_processes(argv: str, sizes: tuple
     said = capsys.readouterr().err
     for name, was, size in zip(("actor", "ref"), before, sizes):
         assert (f"No CUDA on this host: --{name}.num_gpus_per_node {was} becomes {size}." in said) == (was != size)
+
+
+@pytest.mark.parametrize(
+    ("argv", "attention"),
+    [
+        ("", "sdpa"),
+        ("--ds.packing_samples", "varlen"),
+        ("--train.dynamic_batch_enable --train.max_tokens_per_gpu 4096", "varlen"),
+        ("--ds.attn_implementation flash_attention_3 --ds.packing_samples", "flash_attention_3"),
+        ("--ds.attn_implementation eager", "eager"),
+    ],
+)
+def test_a_gpu_without_flash_attn_packs_with_torchs_own_kernels(
+    argv: str, attention: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where flash-attn is installed, and for any other attention that was asked for, nothing changes."""
+    args, same = (upstream_parser.parse(f"{GROUP} {argv}".split()) for _ in range(2))
+    monkeypatch.setattr(host, "has_flash_attn", lambda: True)
+    before = same.ds.attn_implementation
+    adapt_attention(same)
+    assert same.ds.attn_implementation == before
+    capsys.readouterr()
+    monkeypatch.setattr(host, "has_flash_attn", lambda: False)
+    adapt_attention(args)
+    assert args.ds.attn_implementation == attention
+    said = f"No flash-attn here: --ds.attn_implementation is {attention}.\n" if attention != before else ""
+    assert capsys.readouterr().err == said
 
 
 def test_a_ray_that_does_not_answer_is_the_users_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +187,16 @@ def test_a_path_that_rays_shell_takes_apart(folder: str, monkeypatch: pytest.Mon
 def test_workers_start_with_what_libraries_read_early(workers: Any, argv: str, expected: tuple) -> None:
     environment = workers(argv)["env_vars"]
     assert tuple(environment.get(name) for name in VARIABLES[:4]) == expected
+
+
+@pytest.mark.parametrize("chosen", ["cpu", "cuda"])
+def test_workers_of_either_platform_prepare_themselves(
+    workers: Any, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PLATFORM_VARIABLE, chosen)
+    environment = workers("")
+    assert environment["env_vars"][PLATFORM_VARIABLE] == chosen
+    assert environment["worker_process_setup_hook"] == "openrlhf_gtpo.platform.activate"
 
 
 def test_what_the_user_has_set_reaches_the_workers_instead(workers: Any) -> None:

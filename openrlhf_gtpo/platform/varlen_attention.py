@@ -1,0 +1,92 @@
+"""FlashAttention over packed rows with torch's own kernels, for CUDA hosts without flash-attn.
+
+OpenRLHF packs rows into one, whose position ids begin again at 0, and leaves it to the attention to keep them apart.
+Transformers does that with flash-attn, or with ``sdpa`` and a mask of T x T. Here ``torch.nn.attention.varlen``, which
+needs no mask, is what Transformers calls where ``attn_implementation`` is ``NAME``.
+"""
+
+import inspect
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+NAME = "varlen"
+
+
+def is_available() -> bool:
+    """True if torch has these kernels with a window and a scale, as it has from 2.11 on."""
+    try:
+        return {"window_size", "scale"} <= _parameters()
+    except ImportError:
+        return False
+
+
+def register() -> None:
+    """Make ``NAME`` an attention of Transformers in this process. Safe to call twice."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import flash_attention_mask
+
+    AttentionInterface.register(NAME, varlen_attention)
+    AttentionMaskInterface.register(NAME, flash_attention_mask)  # none, but for padding
+
+
+def varlen_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    position_ids: torch.Tensor,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    **unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within each packed row, called as Transformers calls it.
+
+    Args:
+        query, key, value: (1, H, T, D) in half precision; key and value may have fewer heads.
+        position_ids: (1, T), 0 where a row begins.
+        sliding_window: tokens that a query sees, its own included; None for all.
+
+    Returns:
+        (1, T, H, D), and None in place of weights.
+
+    Raises:
+        ValueError: rows are padded, or the model wants what these kernels lack.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    padded = attention_mask is not None or len(query) != 1
+    bidirectional = is_causal is False or not getattr(module, "is_causal", True)
+    if padded or bidirectional or dropout or softcap is not None or s_aux is not None:
+        raise ValueError(
+            f"Attention {NAME!r} is causal, over packed rows, without dropout, soft cap or sinks: give "
+            "--ds.attn_implementation sdpa, or install flash-attn (setup_env.sh --cuda --with-kernels)."
+        )
+    bounds, longest = _rows(position_ids)
+    window = (-1 if sliding_window is None else sliding_window - 1, 0)
+    grouped = {"enable_gqa": True} if "enable_gqa" in _parameters() else {}  # torch 2.11 groups heads unasked
+    packed = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    output = varlen_attn(*packed, bounds, bounds, longest, longest, scale=scaling, window_size=window, **grouped)
+    return output[None], None
+
+
+@lru_cache(maxsize=1)
+def _rows(position_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Where the rows of ``position_ids`` (1, T) begin and end, (N + 1,), and the longest row's length. All layers ask
+    for the same tensor, and the GPU waits for each answer."""
+    bounds = torch.nn.functional.pad((position_ids[0] == 0).nonzero()[:, 0], (0, 1), value=position_ids.shape[1])
+    return bounds.int(), int(bounds.diff().max())
+
+
+@lru_cache(maxsize=1)
+def _parameters() -> frozenset[str]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return frozenset(inspect.signature(varlen_attn).parameters)
