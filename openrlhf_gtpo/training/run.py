@@ -60,7 +60,7 @@ def parse(argv: Sequence[str]) -> SimpleNamespace:
     if platform.chosen_platform() == "cpu":
         host.adapt(args)
     else:
-        host.adapt_attention(args)
+        host.adapt_kernels(args)
     return args
 
 

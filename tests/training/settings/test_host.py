@@ -12,7 +12,7 @@ import ray
 from openrlhf_gtpo.errors import Restartable, UsageError
 from openrlhf_gtpo.platform import PLATFORM_VARIABLE
 from openrlhf_gtpo.training import host
-from openrlhf_gtpo.training.host import Gpus, adapt, adapt_attention, check_ray, gpus_of, start_ray
+from openrlhf_gtpo.training.host import Gpus, adapt, adapt_kernels, check_ray, gpus_of, start_ray
 from openrlhf_gtpo.training.settings import upstream_parser
 
 SIZES = (
@@ -79,30 +79,35 @@ def test_a_laptop_starts_no_gpu_nodes_worth_of_processes(argv: str, sizes: tuple
 
 
 @pytest.mark.parametrize(
-    ("argv", "attention"),
+    ("argv", "attention", "said"),
     [
-        ("", "sdpa"),
-        ("--ds.packing_samples", "varlen"),
-        ("--train.dynamic_batch_enable --train.max_tokens_per_gpu 4096", "varlen"),
-        ("--ds.attn_implementation flash_attention_3 --ds.packing_samples", "flash_attention_3"),
-        ("--ds.attn_implementation eager", "eager"),
+        ("", "sdpa", "flash-attn {}--ds.attn_implementation is sdpa."),
+        ("--ds.packing_samples", "varlen", "flash-attn {}--ds.attn_implementation is varlen."),
+        (
+            "--train.dynamic_batch_enable --train.max_tokens_per_gpu 4096",
+            "varlen",
+            "flash-attn {}--ds.attn_implementation is varlen.",
+        ),
+        ("--ds.attn_implementation flash_attention_3 --ds.packing_samples", "flash_attention_3", ""),
+        ("--actor.backend megatron", "sdpa", "Transformer Engine {}Megatron runs with this package's own layers, "),
     ],
 )
-def test_a_gpu_without_flash_attn_packs_with_torchs_own_kernels(
-    argv: str, attention: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_gpu_does_without_compiled_kernels(
+    argv: str, attention: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where flash-attn is installed, and for any other attention that was asked for, nothing changes."""
+    """Where they are installed, and for any other attention that was asked for, nothing changes."""
     args, same = (upstream_parser.parse(f"{GROUP} {argv}".split()) for _ in range(2))
-    monkeypatch.setattr(host, "has_flash_attn", lambda: True)
     before = same.ds.attn_implementation
-    adapt_attention(same)
-    assert same.ds.attn_implementation == before
     capsys.readouterr()
-    monkeypatch.setattr(host, "has_flash_attn", lambda: False)
-    adapt_attention(args)
+    monkeypatch.setattr(host, "is_installed", lambda package: True)
+    adapt_kernels(same)
+    assert same.ds.attn_implementation == before and not capsys.readouterr().err
+    monkeypatch.setattr(host, "is_installed", lambda package: False)
+    adapt_kernels(args)
     assert args.ds.attn_implementation == attention
-    said = f"No flash-attn here: --ds.attn_implementation is {attention}.\n" if attention != before else ""
-    assert capsys.readouterr().err == said
+    expected = said and "No " + said.format("here (setup_env.sh --cuda --with-kernels): ")
+    printed = capsys.readouterr().err
+    assert printed.startswith(expected) and len(printed.splitlines()) == bool(said)
 
 
 def test_a_ray_that_does_not_answer_is_the_users_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
