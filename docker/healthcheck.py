@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# What a run imports, and what only one platform has. On the CPU flash_attn is the project's own stand-in.
+# What a run imports. Without flash-attn, flash_attn is the project's own stand-in.
 PACKAGES = (
     "torch",
     "transformers",
@@ -36,9 +36,12 @@ PACKAGES = (
     "mbridge",
     "math_verify",
 )
-PACKAGES_OF = {
-    "cpu": (),
-    "cuda": ("transformer_engine.pytorch", "transformer_engine_torch", "flash_attn", "flash_attn_2_cuda"),
+# Compiled for CUDA; an environment may do without them, and then with all modules that they bring.
+KERNELS = {
+    "flash-attn": ("flash_attn", "flash_attn_2_cuda"),
+    "transformer-engine": ("transformer_engine.pytorch",),
+    "transformer-engine-cu13": (),
+    "transformer-engine-torch": ("transformer_engine_torch",),
 }
 
 
@@ -63,9 +66,14 @@ def main(arguments: list[str] | None = None) -> int:
         activate()  # before DeepSpeed, which chooses its accelerator on import
     lock = ROOT / "requirements" / f"{platform}.lock"
     locked = locked_versions(lock.read_text(encoding="utf-8"))
+    left_out = [name for name in KERNELS if name in locked and not is_installed(name)]
+    locked = {name: version for name, version in locked.items() if name not in left_out}
     problems += version_problems(locked, lock.name)
-    problems += import_problems([*PACKAGES, *PACKAGES_OF[platform]])
+    of_kernels = [module for name in KERNELS if name in locked for module in KERNELS[name]]
+    problems += import_problems([*PACKAGES, *of_kernels])
     found = f"{len(locked)} packages of {lock.name}"
+    if left_out:
+        found += f" (without {', '.join(left_out)})"
     if not packages_only:
         modules = project_modules(ROOT / "openrlhf_gtpo")
         problems += project_problems(modules)
@@ -88,6 +96,14 @@ def locked_versions(lock: str) -> dict[str, str]:
     """Name to version of the ``name==version`` lines of a lock file."""
     lines = (line.split(";")[0].strip() for line in lock.splitlines())
     return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+def is_installed(package: str) -> bool:
+    """True if the package has metadata here."""
+    try:
+        return bool(importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def version_problems(locked: dict[str, str], lock_name: str) -> Iterator[str]:

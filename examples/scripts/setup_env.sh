@@ -3,8 +3,8 @@
 #
 #   bash examples/scripts/setup_env.sh                  make it, unless it exists
 #   source examples/scripts/setup_env.sh                the same, and activate it
-#   bash examples/scripts/setup_env.sh --cuda           .venv-cuda beside it: the CUDA image's environment, without Docker;
-#                                                       or source it, with the flag first
+#   bash examples/scripts/setup_env.sh --cuda           .venv-cuda beside it, for GPUs; or source it, with the flag first
+#   bash examples/scripts/setup_env.sh --cuda --with-kernels   Transformer Engine and DeepSpeed's FusedAdam too
 #   bash examples/scripts/setup_env.sh --packages-only  without the project: the image layer that code does not change
 #
 # Linux x86-64, CPython 3.11 (or 3.12: see requirements/README.md), no CUDA. A second call finds the stamps below and
@@ -13,15 +13,17 @@
 # or that this script did not make, is refused. Whatever the user can fix ends with one sentence and exit code 2; a
 # failed download or build ends with exit code 1 and pip's own words.
 #
-# --cuda takes requirements/cuda.lock, CPython 3.12 and g++, needs no GPU, and compiles what docker/Dockerfile compiles, with
-# the lock's own nvcc, headers and cuDNN (NVIDIA's nvidia-* wheels). As there, MAX_JOBS (8) is how many compilers run at once,
-# each with up to 8 GB of memory, and TORCH_CUDA_ARCH_LIST ("9.0", Hopper) names the GPU architectures. Activating the
-# environment sets CUDA_HOME to that toolkit, for what is compiled at run time.
+# --cuda takes the wheels of requirements/cuda.lock, CPython 3.12 and g++ (pycosat comes as source, and Triton compiles its
+# launchers), and needs no GPU and no CUDA toolkit. What would take nvcc is left out: torch's own kernels stand in for
+# flash-attn and FusedAdam, and Megatron's layers are this project's. --with-kernels compiles two of them as docker/Dockerfile
+# does, with the lock's own nvcc, headers and cuDNN (NVIDIA's nvidia-* wheels): MAX_JOBS (8) is how many compilers run at once,
+# and TORCH_CUDA_ARCH_LIST ("9.0", Hopper) names the GPU architectures. Activating the environment sets CUDA_HOME to that
+# toolkit, for what is compiled at run time.
 
 if [[ "${BASH_SOURCE[0]}" != "$0" ]]; then
     # Sourced: the work runs in a process of its own, so that its `set -e` and its exits never reach the caller's shell.
     if [[ "${1:-}" == --cuda ]]; then
-        bash "${BASH_SOURCE[0]}" --cuda || return
+        bash "${BASH_SOURCE[0]}" "$@" || return
         # shellcheck disable=SC1091
         source "$(dirname "${BASH_SOURCE[0]}")/../../.venv-cuda/bin/activate"
     else # any other arguments are those of the script that sources this one
@@ -47,24 +49,27 @@ refuse() {
     exit 2
 }
 
-packages_only=false cuda=false
+packages_only=false cuda=false kernels=false
 for word in "$@"; do
     case "$word" in
         --packages-only) packages_only=true ;;
         --cuda) cuda=true ;;
+        --with-kernels) kernels=true ;;
         --help | -h)
             sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
             exit 0
             ;;
-        *) refuse "unknown arguments $*; known: --cuda --packages-only." ;;
+        *) refuse "unknown arguments $*; known: --cuda --packages-only --with-kernels." ;;
     esac
 done
+$cuda || ! $kernels || refuse "--with-kernels compiles for GPUs; give --cuda too."
 
 # Beside the environment that is replaced, needed_mb leaves room for the packages, and for the downloads twice, until
 # they are unpacked and in pip's cache.
 if $cuda; then
     venv="$root/.venv-cuda" lock="$root/requirements/cuda.lock" pythons=(12) needed_mb=24000
-    size="about 4.4 GB to download, 11 GB on disk, and up to an hour of compiling"
+    size="about 4.4 GB to download, 11 GB on disk"
+    ! $kernels || size+=", and seven minutes of compiling on two cores"
 else
     venv="$root/.venv" lock="$root/requirements/cpu.lock" pythons=(11 12) needed_mb=7500
     size="about 1.2 GB to download, 4.6 GB on disk, a few minutes"
@@ -77,7 +82,12 @@ target="$venv"                # what pip works on: $venv, or the environment tha
 unset PYTHONPATH PYTHONHOME PIP_TARGET PIP_PREFIX
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_USER=0
 
-wanted_environment() { printf '%s %s %s\n' "$(sha256sum <"$lock" | cut -c1-64)" "$root" "$1"; }
+# wanted_environment PYTHON_VERSION KERNELS
+wanted_environment() {
+    local with=''
+    ! $2 || with=' with kernels'
+    printf '%s %s %s%s\n' "$(sha256sum <"$lock" | cut -c1-64)" "$root" "$1" "$with"
+}
 
 wanted_project() { cat "$root/setup.py" "$root/openrlhf_gtpo/_version.py" | sha256sum; }
 
@@ -88,7 +98,9 @@ environment_is_ready() {
     local stamp="$1/$environment_stamp" version
     [[ -f "$stamp" ]] || return 1
     version="$(version_of "$1")"
-    [[ -n "$version" && "$(<"$stamp")" == "$(wanted_environment "$version")" ]]
+    [[ -n "$version" ]] || return 1
+    [[ "$(<"$stamp")" == "$(wanted_environment "$version" true)" ]] ||
+        { ! $kernels && [[ "$(<"$stamp")" == "$(wanted_environment "$version" false)" ]]; }
 }
 
 project_is_ready() {
@@ -130,11 +142,11 @@ check_host() {
         "load or install it (module load python/3.12, uv python install 3.12, Ubuntu 24.04: apt-get install python3-venv python3-dev)."
     [[ -n "$python" ]] || refuse "neither Python 3.11 nor 3.12 was found on PATH: install one" \
         "(Debian 12: apt-get install python3 python3-venv python3-dev)."
-    # DeepSpeed compiles its CPU optimizer on first use, and pycosat comes as source.
+    # pycosat comes as source, and torch and Triton compile at run time.
     command -v g++ >/dev/null ||
-        refuse "g++ was not found, and DeepSpeed compiles its CPU optimizer with it: install it (Debian: apt-get install g++; a cluster: module load gcc)."
+        refuse "g++ was not found, and one package and parts of torch are compiled with it: install it (Debian: apt-get install g++; a cluster: module load gcc)."
     has_headers "$python" ||
-        refuse "$python has no header Python.h, which DeepSpeed's CPU optimizer is compiled against: install it" \
+        refuse "$python has no header Python.h, which a package is compiled against: install it" \
             "(Debian: apt-get install python3-dev)."
     if $cuda; then
         # What llguidance and tensorboard-data-server are built for: the newest that any of the lock's wheels needs.
@@ -199,11 +211,12 @@ install_cpu_packages() {
         show_progress "$(wc -l <"$pins")" || fail "pip could not install the packages of requirements/cpu.lock"
 }
 
-# Like docker/Dockerfile, which says what each variable is for: wheels first, then what is compiled against their
-# torch, the longest last.
+# Like docker/Dockerfile, which says what each variable is for: wheels first, then what is compiled against their torch.
+# Without kernels DeepSpeed is built beside the wheels, before there is a torch, and compiles nothing.
 install_cuda_packages() {
-    local pins="$TMPDIR/pins.txt" nvidia
-    grep -Ev '^(#|flash-attn==|transformer-engine-torch==|deepspeed==|setuptools==|wheel==|$)' "$lock" >"$pins"
+    local pins="$TMPDIR/pins.txt" nvidia left_out='transformer-engine(-cu13|-torch)?=='
+    ! $kernels || left_out='(transformer-engine-torch|deepspeed)=='
+    grep -Ev "^(#|flash-attn==|$left_out|setuptools==|wheel==|\$)" "$lock" >"$pins"
     install_tools
     run_pip "$(wc -l <"$pins")" install -r "$pins" || fail "pip could not install the packages of requirements/cuda.lock"
 
@@ -212,11 +225,12 @@ install_cuda_packages() {
     # A complete toolkit, except for the names that linkers look for.
     ln -s lib "$CUDA_HOME/lib64"
     ln -s libcudart.so.13 "$CUDA_HOME/lib/libcudart.so"
-    export MAX_JOBS="${MAX_JOBS:-8}" TORCH_CUDA_ARCH_LIST="${TORCH_CUDA_ARCH_LIST:-9.0}"
-    NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE CPATH="$nvidia/cudnn/include:$nvidia/nccl/include" \
-        compile transformer-engine-torch
-    DS_ACCELERATOR=cuda DS_BUILD_FUSED_ADAM=1 compile deepspeed
-    FLASH_ATTENTION_FORCE_BUILD=TRUE NVCC_THREADS=1 FLASH_ATTN_CUDA_ARCHS="${TORCH_CUDA_ARCH_LIST//./}" compile flash-attn
+    if $kernels; then
+        export MAX_JOBS="${MAX_JOBS:-8}" TORCH_CUDA_ARCH_LIST="${TORCH_CUDA_ARCH_LIST:-9.0}"
+        NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE CPATH="$nvidia/cudnn/include:$nvidia/nccl/include" \
+            compile transformer-engine-torch
+        DS_ACCELERATOR=cuda DS_BUILD_FUSED_ADAM=1 compile deepspeed
+    fi
     printf 'export CUDA_HOME="%s"\n' "$CUDA_HOME" >>"$target/bin/activate"
     "$target/bin/python" "$root/docker/healthcheck.py" --packages-only >&2 || {
         say "what was installed does not fit together, as the lines above say."
@@ -250,8 +264,8 @@ make_environment() {
 
     rm -rf "$TMPDIR"
     unset TMPDIR
-    wanted_environment "$(version_of "$target")" >"$target/$environment_stamp"
-    say "installed $(grep -c '==' "$lock") packages in $((SECONDS - started)) s"
+    wanted_environment "$(version_of "$target")" "$kernels" >"$target/$environment_stamp"
+    say "installed the packages of ${lock#"$root/"} in $((SECONDS - started)) s"
 }
 
 make_project() {

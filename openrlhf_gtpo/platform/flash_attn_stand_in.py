@@ -39,7 +39,7 @@ def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, se
 
 def _no_ring_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
     raise NotImplementedError(
-        "Ring attention (--ds.ring_attn_size > 1) needs flash-attn: setup_env.sh --cuda --with-kernels."
+        "Ring attention (--ds.ring_attn_size > 1) needs flash-attn, which the CUDA image has (docs/docker.md)."
     )
 
 

@@ -67,7 +67,7 @@ def varlen_attention(
     if padded or bidirectional or dropout or softcap is not None or s_aux is not None:
         raise ValueError(
             f"Attention {NAME!r} is causal, over packed rows, without dropout, soft cap or sinks: give "
-            "--ds.attn_implementation sdpa, or install flash-attn (setup_env.sh --cuda --with-kernels)."
+            "--ds.attn_implementation sdpa, or install flash-attn."
         )
     bounds, longest = _rows(position_ids)
     window = (-1 if sliding_window is None else sliding_window - 1, 0)

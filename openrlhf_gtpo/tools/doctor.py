@@ -140,7 +140,7 @@ def flash_attn(args: argparse.Namespace) -> Line:
         return ok(version)
     from openrlhf_gtpo.platform import varlen_attention
 
-    adds = f"It would add ring attention (--ds.ring_attn_size); {_COMPILE}"
+    adds = "It would add ring attention (--ds.ring_attn_size); the CUDA image has it (docs/docker.md)."
     if not varlen_attention.is_available():
         return warning(
             f"not installed, nor has torch its kernels (2.11 has): packed rows take a mask of T × T. {adds}"

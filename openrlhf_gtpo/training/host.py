@@ -124,18 +124,18 @@ def adapt(args: SimpleNamespace) -> None:
 def adapt_kernels(args: SimpleNamespace) -> None:
     """On a CUDA host, do without compiled kernels that are missing, with one printed line. Without flash-attn, packed
     rows attend with torch's own kernels, and padded ones with ``sdpa``."""
-
-    def say(missing: str, instead: str) -> None:
-        print(f"No {missing} here (setup_env.sh --cuda --with-kernels): {instead}.", file=sys.stderr)
-
     on_megatron = args.actor.backend == "megatron"
     if on_megatron and not is_installed("transformer-engine"):
-        say("Transformer Engine", "Megatron runs with this package's own layers, without FP8")
+        print(
+            "No Transformer Engine here: Megatron runs with this package's own layers. FP8 and fused layers need it "
+            "(setup_env.sh --cuda --with-kernels).",
+            file=sys.stderr,
+        )
     if args.ds.attn_implementation == "flash_attention_2" and not is_installed("flash-attn"):
         packed = args.ds.packing_samples and varlen_attention.is_available()
         args.ds.attn_implementation = varlen_attention.NAME if packed else "sdpa"
         if not on_megatron:
-            say("flash-attn", f"--ds.attn_implementation is {args.ds.attn_implementation}")
+            print(f"No flash-attn here: --ds.attn_implementation is {args.ds.attn_implementation}.", file=sys.stderr)
 
 
 def is_installed(package: str) -> bool:

@@ -4,7 +4,7 @@ import importlib.metadata
 import importlib.util
 import subprocess
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -46,6 +46,38 @@ def test_versions_that_differ_or_are_missing_are_named(healthcheck: ModuleType, 
     assert list(healthcheck.version_problems({"torch": "2.13.0+cpu"}, "cpu.lock")) == [
         "torch 2.13.0+cu130 is installed; cpu.lock has 2.13.0+cpu."
     ]
+
+
+def test_kernels_that_are_left_out_are_said_and_not_missed(
+    healthcheck: ModuleType, tmp_path, monkeypatch, capsys
+) -> None:
+    """Others that the lock has are missed, and what was compiled must import."""
+    lock = tmp_path / "requirements" / "cuda.lock"
+    lock.parent.mkdir()
+    lock.write_text("flash-attn==2.8.3\ntransformer-engine==2.11.0\ntransformer-engine-torch==2.11.0\nray==2.55.0\n")
+    versions = {"transformer-engine": "2.11.0", "transformer-engine-torch": "2.11.0", "ray": "2.55.0"}
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    imported: list[str] = []
+    torch = ModuleType("torch")
+    vars(torch).update(version=SimpleNamespace(cuda="13.0"), __version__="2.13.0")
+    vars(torch).update(cuda=SimpleNamespace(device_count=lambda: 1))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(healthcheck, "ROOT", tmp_path)
+    monkeypatch.setattr(healthcheck, "import_problems", lambda names: imported.extend(names) or ())
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("OPENRLHF_GTPO_PLATFORM", "cuda")
+    assert healthcheck.main(["--packages-only"]) == 0
+    assert "healthy: 3 packages of cuda.lock (without flash-attn)" in capsys.readouterr().out
+    assert "transformer_engine_torch" in imported and "flash_attn" not in imported
+    del versions["ray"]
+    assert healthcheck.main(["--packages-only"]) == 1
+    assert capsys.readouterr().err == "unhealthy: ray is not installed; cuda.lock has 2.55.0.\n"
 
 
 def test_whatever_an_import_raises_is_one_line(healthcheck: ModuleType, tmp_path, monkeypatch, capfd) -> None:

@@ -52,4 +52,4 @@ def test_packages_alone_need_no_code_and_leave_the_project_for_later(layer: Path
 def test_an_unknown_argument_is_one_sentence(layer: Path) -> None:
     ended = set_up(layer, "--packages")
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == "[setup] unknown arguments --packages; known: --cuda --packages-only.\n"
+    assert ended.stderr == "[setup] unknown arguments --packages; known: --cuda --packages-only --with-kernels.\n"

@@ -243,43 +243,65 @@ def test_the_disk_must_have_room_for_the_new_environment_beside_the_old_one(bare
     assert files(bare_project / ".venv") == before
 
 
-def test_the_cuda_environment_is_the_images_beside_the_other_one(bare_project, cuda_host):
-    """Each line of its lock comes once; what docker/Dockerfile compiles is compiled, with the variables it sets."""
+def cuda_pins(venv: Path) -> tuple[list[str], dict[str, dict[str, str]]]:
+    """What was installed from wheels, and the environment variables of each package that was compiled."""
+    log = (venv / "pip.log").read_text()
+    compiled = re.findall(r"Collecting .* --no-cache-dir --no-binary (\S+) (\S+)\n((?:\w+=.*\n)+)", log)
+    pins = [*(venv / "pins").read_text().splitlines(), *re.findall(r"(?:setuptools|wheel)==\S+", log)]
+    pins += [pin for _, pin, _ in compiled]
+    return pins, {name: dict(line.split("=", 1) for line in said.splitlines()) for name, _, said in compiled}
+
+
+def test_the_cuda_environment_compiles_nothing_unless_asked(bare_project, cuda_host):
+    """Each line of its lock comes once, but for those that take nvcc; the wheels' own toolkit is found at run time."""
     made = run_setup_env(bare_project, "--cuda", **cuda_host)
     assert made.returncode == 0, made.stderr
     venv = bare_project / ".venv-cuda"
-    assert made.stderr.endswith(f"[setup] {venv} is ready\n")
+    assert made.stderr.endswith(f"[setup] {venv} is ready\n") and "compiling" not in made.stderr
     assert [path.name for path in sorted(bare_project.glob(".venv*"))] == [".venv-cuda"]
     assert (venv / "bin" / "ray").read_text() == f"#!{venv}/bin/python\n"
-    log = (venv / "pip.log").read_text()
     again = run_setup_env(bare_project, "--cuda", **{**cuda_host, "PIP_FAILS_AT": ""})
     assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
 
+    pins, compiled = cuda_pins(venv)
     lock = (ROOT / "requirements" / "cuda.lock").read_text().splitlines()
-    pins = (venv / "pins").read_text().splitlines()
-    compiled = re.findall(r"Collecting .* --no-cache-dir --no-binary (\S+) (\S+)\n((?:\w+=.*\n)+)", log)
-    alone = [*re.findall(r"(?:setuptools|wheel)==\S+", log), *(pin for _, pin, _ in compiled)]
-    assert sorted([*pins, *alone]) == sorted(line for line in lock if "==" in line)
-    dockerfile = re.sub(r"\\\n", " ", (ROOT / "docker" / "Dockerfile").read_text())
-    runs = [run for run in re.findall(r"^RUN .*", dockerfile, re.MULTILINE) if "pip wheel" in run]
-    assert len(runs) == len(compiled) == 3
-    environments = {name: dict(line.split("=", 1) for line in said.splitlines()) for name, _, said in compiled}
-    for run in runs:
-        (package,) = re.findall(r"--no-binary (\S+)", run)
-        for name, value in re.findall(r"\b([A-Z_]+)=(\S+)", run.partition("pip wheel")[0]):
-            there = environments[package][name]
-            assert there == value or "$" in value and there, (package, name)
-    nvidia = f"{venv}.being_made/lib/python3.12/site-packages/nvidia"
-    found = environments["transformer-engine-torch"]
-    assert found["CPATH"] == f"{nvidia}/cudnn/include:{nvidia}/nccl/include"
-    assert environments["flash-attn"]["FLASH_ATTN_CUDA_ARCHS"] == "90"
-    assert found["PATH"].startswith(f"{venv}.being_made/bin:")  # where ninja is
-
-    # The compiler is the lock's, during set-up and after activation.
-    assert all(each["CUDA_HOME"] == f"{nvidia}/cu13" for each in environments.values())
+    kernels = ("flash-attn==", "transformer-engine==", "transformer-engine-cu13==", "transformer-engine-torch==")
+    assert sorted(pins) == sorted(line for line in lock if "==" in line and not line.startswith(kernels))
+    assert not compiled
     toolkit = venv / "lib" / "python3.12" / "site-packages" / "nvidia" / "cu13"
     assert (toolkit / "lib64").is_dir() and os.readlink(toolkit / "lib" / "libcudart.so") == "libcudart.so.13"
     assert (venv / "bin" / "activate").read_text().endswith(f'export CUDA_HOME="{toolkit}"\n')
+
+
+def test_kernels_are_compiled_as_the_image_compiles_them(bare_project, cuda_host):
+    """With the variables that docker/Dockerfile sets, beside an environment without; flash-attn is the image's."""
+    assert run_setup_env(bare_project, "--cuda", **cuda_host).returncode == 0
+    made = run_setup_env(bare_project, "--cuda", "--with-kernels", **cuda_host)
+    assert made.returncode == 0, made.stderr
+    venv = bare_project / ".venv-cuda"
+    for words in (["--cuda"], ["--cuda", "--with-kernels"]):  # what has kernels is also what has none
+        again = run_setup_env(bare_project, *words, **{**cuda_host, "PIP_FAILS_AT": ""})
+        assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
+
+    pins, compiled = cuda_pins(venv)
+    lock = (ROOT / "requirements" / "cuda.lock").read_text().splitlines()
+    assert sorted(pins) == sorted(line for line in lock if "==" in line and not line.startswith("flash-attn=="))
+    assert sorted(compiled) == ["deepspeed", "transformer-engine-torch"]
+    dockerfile = re.sub(r"\\\n", " ", (ROOT / "docker" / "Dockerfile").read_text())
+    runs = [run for run in re.findall(r"^RUN .*", dockerfile, re.MULTILINE) if "pip wheel" in run]
+    packages = {package: run for run in runs for package in re.findall(r"--no-binary (\S+)", run)}
+    for package, variables in compiled.items():
+        for name, value in re.findall(r"\b([A-Z_]+)=(\S+)", packages[package].partition("pip wheel")[0]):
+            assert variables[name] == value or "$" in value and variables[name], (package, name)
+    nvidia = f"{venv}.being_made/lib/python3.12/site-packages/nvidia"
+    found = compiled["transformer-engine-torch"]
+    assert found["CPATH"] == f"{nvidia}/cudnn/include:{nvidia}/nccl/include"
+    assert found["PATH"].startswith(f"{venv}.being_made/bin:")  # where ninja is
+    assert all(each["CUDA_HOME"] == f"{nvidia}/cu13" for each in compiled.values())
+
+
+def test_kernels_are_for_gpus(bare_project):
+    assert_refused(run_setup_env(bare_project, "--with-kernels"), "--with-kernels compiles for GPUs; give --cuda too.")
 
 
 @pytest.mark.parametrize(
