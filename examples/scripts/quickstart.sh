@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Trains a small language model with GTPO through OpenRLHF, Ray, vLLM and DeepSpeed or Megatron, without a GPU.
+# Trains a small language model with GTPO through OpenRLHF, Ray, vLLM and DeepSpeed or Megatron, on a CPU or one GPU.
 #
 #   bash examples/scripts/quickstart.sh                     SmolLM2-135M-Instruct on one-digit products, 6 to 10 minutes
+#   bash examples/scripts/quickstart.sh --gpu               the same on one NVIDIA GPU; all flags below work there, too
 #   bash examples/scripts/quickstart.sh --smoke             a tiny model made on the spot, about 90 seconds
 #   bash examples/scripts/quickstart.sh --estimator grpo_s  or group_norm, rloo, forking_tokens, …
 #   bash examples/scripts/quickstart.sh --task gcd          another reasoning-gym task; --task-config '{"max_value": 50}'
@@ -13,13 +14,16 @@
 #
 # What follows -- goes to the trainer unchanged. Results: DIR/metrics.jsonl, DIR/curves.png, DIR/model; the log is
 # DIR/train.log. The model is made once and kept in .cache/quickstart; the task's files are in DIR/data.
+#
+# --gpu runs in the environment that is active, if that has vLLM, OpenRLHF and a torch for CUDA (as the CUDA image has), and
+# otherwise in .venv-cuda, which setup_env.sh --cuda makes from wheels. Trainer and engine take turns on the GPU.
 
 set -euo pipefail
 root="$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 from="$PWD"
 cd "$root"
 
-estimator=gtpo steps='' seed=1 task='' task_config='' model='' reward='' output='' smoke=false resume=false
+estimator=gtpo steps='' seed=1 task='' task_config='' model='' reward='' output='' smoke=false resume=false gpu=false
 backend=deepspeed tensor_parallel=1 pipeline_parallel=1
 refuse() {
     printf 'quickstart: %s\n' "$*" >&2
@@ -28,6 +32,7 @@ refuse() {
 while (($# > 0)); do
     case "$1" in
         --smoke) smoke=true ;;
+        --gpu) gpu=true ;;
         --resume) resume=true ;;
         --estimator | --steps | --seed | --task | --task-config | --model | --reward | --output | \
             --backend | --tensor-parallel | --pipeline-parallel)
@@ -44,7 +49,7 @@ while (($# > 0)); do
             shift
             break
             ;;
-        *) refuse "unknown flag $1; known: --smoke --resume --estimator --steps --seed --task --task-config --model --reward --output --backend --tensor-parallel --pipeline-parallel, and -- before flags of the trainer." ;;
+        *) refuse "unknown flag $1; known: --gpu --smoke --resume --estimator --steps --seed --task --task-config --model --reward --output --backend --tensor-parallel --pipeline-parallel, and -- before flags of the trainer." ;;
     esac
     shift
 done
@@ -55,6 +60,10 @@ for size in "--tensor-parallel $tensor_parallel" "--pipeline-parallel $pipeline_
     [[ "${size#* }" =~ ^[1-9][0-9]{0,8}$ ]] || refuse "$size is not a number from 1 to 999999999."
     [[ "$backend" == megatron || "${size#* }" == 1 ]] || refuse "$size needs --backend megatron."
 done
+if $gpu; then
+    ((tensor_parallel * pipeline_parallel == 1)) || refuse "--gpu runs on one GPU; leave --tensor-parallel and --pipeline-parallel at 1."
+    nvidia-smi -L >/dev/null 2>&1 || refuse "--gpu needs an NVIDIA GPU, and nvidia-smi finds none; leave it out to run on the CPU."
+fi
 
 for path in model reward output; do # relative to the caller's folder
     [[ -z "${!path}" || "${!path}" == *://* ]] || printf -v "$path" '%s' "$(cd "$from" && realpath -ms -- "${!path}")"
@@ -65,6 +74,7 @@ kind=quickstart
 ! $smoke || kind=smoke
 name="$kind-$estimator-${task:-products}"
 [[ "$backend" == deepspeed ]] || name="$name-megatron-tp$tensor_parallel-pp$pipeline_parallel"
+! $gpu || name="$name-gpu"
 output="${output:-$root/runs/$name-seed$seed}"
 if $resume; then
     [[ -e "$output/metrics.jsonl" ]] || refuse "$output holds no run to continue; leave out --resume."
@@ -73,12 +83,21 @@ elif [[ -e "$output/metrics.jsonl" ]]; then
 fi
 mkdir -p "$output" 2>/dev/null || refuse "--output $output cannot be made."
 
-# shellcheck source=examples/scripts/setup_env.sh
-source examples/scripts/setup_env.sh
+fit='import importlib.util, torch
+needed = [torch.version.cuda, *map(importlib.util.find_spec, ("openrlhf", "vllm"))]
+raise SystemExit(not all(needed))'
+if ! $gpu; then
+    # shellcheck source=examples/scripts/setup_env.sh
+    source examples/scripts/setup_env.sh
+elif ! python3 -c "$fit" 2>/dev/null; then
+    source examples/scripts/setup_env.sh --cuda
+fi
 # shellcheck source=examples/scripts/watched_run.sh
 source examples/scripts/watched_run.sh
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
+# FlashInfer would compile its sampler with nvcc as the engine starts; only --rollout.top_p calls it.
+! $gpu || export VLLM_USE_FLASHINFER_SAMPLER="${VLLM_USE_FLASHINFER_SAMPLER:-0}"
 
 if $smoke; then
     steps="${steps:-3}" prompts=8 samples=4 max_new_tokens=8 learning_rate=1e-4
@@ -142,6 +161,12 @@ if [[ "$backend" == megatron ]]; then
         --megatron.pipeline_model_parallel_size "$pipeline_parallel"
         --train.max_tokens_per_gpu 2048
     )
+fi
+if $gpu; then
+    train_args+=(--train.colocate_all)
+    [[ "$backend" == deepspeed ]] || train_args+=(--megatron.offload)
+    # Enough for this model's weights, cache and CUDA graphs on a card of 16 GB; the trainer's weights stay beside it.
+    rollout_args+=(--vllm.enable_sleep --vllm.gpu_memory_utilization 0.3)
 fi
 log_args=(
     --eval.before_training

@@ -85,8 +85,7 @@ def _rows(position_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
     return bounds.int(), int(bounds.diff().max())
 
 
-@lru_cache(maxsize=1)
-def _parameters() -> frozenset[str]:
+def _parameters() -> set[str]:
     from torch.nn.attention.varlen import varlen_attn
 
-    return frozenset(inspect.signature(varlen_attn).parameters)
+    return set(inspect.signature(varlen_attn).parameters)

@@ -5,17 +5,20 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from openrlhf_gtpo.algorithms import SURROGATES
 from openrlhf_gtpo.cli import plan
 from openrlhf_gtpo.tools.planner.assumptions import Assumptions
-from openrlhf_gtpo.training import run
+from openrlhf_gtpo.training import host, run
+from openrlhf_gtpo.training.settings import upstream_parser
 from openrlhf_gtpo.training.settings.megatron_flags import fp8_of, layout_of
 from tests.support.launcher_runs import PRESETS, ROOT, SCRIPTS, resolved, run_script
 
@@ -352,6 +355,56 @@ def test_the_quickstart_gives_a_reward_of_ones_own_the_answers(
     given = command[command.index("--reward.remote_url") + 1]
     assert given.endswith(reward) and ("--reward" not in flags or given == str(tmp_path / "mine.py"))
     assert ("to show learning" in done.stdout) == ("--smoke" in flags)
+
+
+def quickstart_on_gpu(tmp_path: Path, *flags: str, **environment: str) -> tuple[list[str], Any]:
+    """The trainer's command line on a host whose nvidia-smi finds a GPU, and the script's result."""
+    functions = {
+        **ONLY_PRINTED,
+        "BASH_FUNC_source%%": '() { [[ "$1" == *setup_env.sh ]] && echo "sourced $*" || builtin source "$@"; }',
+        "BASH_FUNC_nvidia-smi%%": "() { :; }",
+        "BASH_FUNC_python3%%": '() { [[ "$1" != -c ]] && printf "%s\n" "$*"; }',  # the active Python is unfit
+        "VIRTUAL_ENV": "/somewhere/.venv-cuda",
+    }
+    done = run_script("quickstart.sh", "--gpu", *flags, "--output", str(tmp_path), **functions | environment)
+    assert done.returncode == 0, done.stderr
+    return shlex.split((tmp_path / "train.log").read_text()), done
+
+
+@pytest.mark.parametrize("backend", ["deepspeed", "megatron"])
+def test_the_quickstart_takes_turns_on_one_gpu(tmp_path: Path, backend: str) -> None:
+    """All else is as on a CPU, and the trainer accepts it."""
+    command, done = quickstart_on_gpu(tmp_path, "--backend", backend)
+    assert done.stdout.startswith("sourced examples/scripts/setup_env.sh --cuda\n")
+    assert "with .venv-cuda active:" in done.stdout and f"report run {tmp_path}" in done.stdout
+    shutil.rmtree(tmp_path)
+    run_script("quickstart.sh", "--backend", backend, "--output", str(tmp_path), **ONLY_PRINTED)
+    on_cpu = shlex.split((tmp_path / "train.log").read_text())
+    own = ["--train.colocate_all", "--vllm.enable_sleep", "--vllm.gpu_memory_utilization", "0.3"]
+    own += ["--megatron.offload"] * (backend == "megatron")
+    assert sorted(command) == sorted([*on_cpu, *own])
+    args = upstream_parser.parse(command[2:])
+    assert args.train.colocate_all and args.vllm.enable_sleep and sum(host.gpus_of(args)) == 1
+
+
+def test_the_quickstart_takes_an_active_environment_that_fits(tmp_path: Path) -> None:
+    _, done = quickstart_on_gpu(tmp_path, **{"BASH_FUNC_python3%%": '() { [[ "$1" == -c ]] || printf "%s\n" "$*"; }'})
+    assert "sourced" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--backend", "megatron", "--tensor-parallel", "3"], "--gpu runs on one GPU; leave --tensor-parallel and"),
+        ([], "--gpu needs an NVIDIA GPU, and nvidia-smi finds none; leave it out"),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_noticed_before_anything_is_fetched(
+    flags: list[str], message: str, tmp_path: Path
+) -> None:
+    missing = {"BASH_FUNC_nvidia-smi%%": "() { return 9; }"}
+    done = run_script("quickstart.sh", "--gpu", *flags, "--output", str(tmp_path), **ONLY_PRINTED | missing)
+    assert done.returncode == 2 and done.stderr.startswith(f"quickstart: {message}") and not done.stdout
 
 
 def test_what_the_quickstart_says_to_run_next_can_be_pasted(tmp_path: Path) -> None:

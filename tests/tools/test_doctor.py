@@ -268,7 +268,14 @@ def test_packages_that_openrlhf_pins(capsys: Any, monkeypatch: pytest.MonkeyPatc
 def test_what_attends_to_packed_rows(
     version: str | None, kernels: bool, expected: tuple[str, str], gpus: Any, capsys: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(doctor, "_version_of", lambda package: version)
+    real = importlib.metadata.version
+
+    def installed(package: str) -> str:
+        if package == "flash-attn" and version is None:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return version if package == "flash-attn" and version else real(package)
+
+    monkeypatch.setattr(doctor.metadata, "version", installed)
     monkeypatch.setattr(varlen_attention, "is_available", lambda: kernels)
     assert said("flash-attn", capsys)[0] == "skipped"
     doctor._nvidia_smi.cache_clear()
