@@ -61,3 +61,11 @@ def test_metrics_are_those_of_a_run() -> None:
     in_groups = tuple(name[:-1] for name in named if name.endswith("*"))
     assert sorted(name for name in written - groups - named if not name.startswith(in_groups)) == []
     assert sorted(name for name in named - written if not name.startswith(tuple(groups))) == []
+
+
+def test_the_readme_is_short_and_begins_with_what_to_run() -> None:
+    """On a CPU and on a GPU, before the first screen ends; the reader scrolls twice at most."""
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    commands = [line.partition("#")[0].strip() for line in lines[:20] if line.startswith("bash ")]
+    assert commands == ["bash examples/scripts/quickstart.sh", "bash examples/scripts/quickstart.sh --gpu"]
+    assert len(lines) <= 150
