@@ -12,34 +12,7 @@ from torch.nn.attention import varlen
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from openrlhf_gtpo.platform import varlen_attention
-from tests.support.packed_rows import CONFIGS, LENGTHS, SIZES, check_rows
-
-
-def reference(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """``torch.nn.attention.varlen.varlen_attn`` as its documentation says, row by row."""
-    assert cu_seq_q.dtype == torch.int32 and torch.equal(cu_seq_q, cu_seq_k)
-    assert max_q == max_k == int(cu_seq_q.diff().max()) and (enable_gqa or query.shape[1] == key.shape[1])
-    left, right = window_size
-    rows = []
-    for start, end in zip(cu_seq_q.tolist(), cu_seq_q.tolist()[1:]):
-        behind = torch.arange(end - start)[:, None] - torch.arange(end - start)
-        seen = (behind >= -right) & ((behind <= left) if left >= 0 else True)
-        q, k, v = (tensor[start:end].transpose(0, 1)[None] for tensor in (query, key, value))
-        attend = torch.nn.functional.scaled_dot_product_attention
-        rows.append(attend(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)[0].transpose(0, 1))
-    return torch.cat(rows)
+from tests.support.packed_rows import CONFIGS, LENGTHS, SIZES, check_rows, reference
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

@@ -11,8 +11,11 @@ import pytest
 import torch
 import transformers
 from openrlhf.models import Actor
+from torch.nn.attention import varlen
 
+from openrlhf_gtpo.platform import varlen_attention
 from openrlhf_gtpo.training.actors.policy_model import PolicyModel
+from tests.support.packed_rows import reference
 
 VOCABULARY, TEMPERATURE = 97, 0.7
 TINY: dict[str, Any] = {
@@ -136,16 +139,20 @@ def test_the_temperature_scales_log_probs_and_entropies(temperature: float) -> N
         assert not torch.allclose(run(ours, data)[1], run(actors(model, temperature=1.0)[1], data)[1], atol=0.01)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", varlen_attention.NAME])
 @pytest.mark.parametrize("padding", ["right", "both"])
-def test_packed_rows_do_not_see_each_other(padding: str) -> None:
-    """Upstream packs with flash attention only; without it, its unpacked forward is the reference."""
+def test_packed_rows_do_not_see_each_other(padding: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upstream's unpacked forward is the reference; torch's FlashAttention kernels have one in their place."""
+    monkeypatch.setattr(varlen, "varlen_attn", reference)
+    varlen_attention.register()
     model = causal_lm("Qwen2")
     data = batch(padding, seed=2)
     expected = run(actors(model)[0], data)
-    packed = actors(model, packing=True)[1]
-    found = run(packed, data)
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-5)
+    model.set_attn_implementation(attention)
+    for packed in actors(model, packing=True):
+        found = run(packed, data)
+        torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-5)
 
 
 def test_a_biased_head_keeps_its_bias() -> None:
