@@ -1,13 +1,13 @@
 """Trains with weights in flight, and compares each token's entropy with what `cli.score` says of it with the weights
 that drew it.
 
-    python3 -m benchmarks.reliability.in_flight --output docs/results/reliability/in_flight.json
+    python3 -m benchmarks.reliability.in_flight --output docs/results/async/in_flight.json
 
-On CPU, through Ray and vLLM: a run with `--train.partial_rollout_enable` in which every step is dumped and exports its
-model, at a learning rate that makes two versions differ. Then every version's model scores all dumped responses, in
-float32. A token of version v was drawn after those before it, so the model of step v alone should say its entropy; the
-models of other versions are the control. Whether keys and values were computed again makes the difference that
-`--cache keep` shows.
+On CPU, through Ray and vLLM: a run with `--train.partial_rollout_enable` and responses of 64 to 768 tokens, in which
+every step is dumped and exports its model, at a learning rate that makes two versions differ. Then every version's
+model scores all dumped responses, in float32. A token of version v was drawn after those before it, so the model of
+step v alone should say its entropy; that of the next step is the control. Whether keys and values were computed again
+makes the difference that `--cache keep` shows.
 """
 
 import json
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.reliability.tiny_runs import inputs, rows, start
+from benchmarks.suite import long_tail_agent
 from openrlhf_gtpo.cli import Parser, score
 from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.report import names
@@ -50,7 +51,7 @@ def measure(place: Path, steps: int, staleness: int, cache: str) -> dict[str, An
         "train.batch_size": 8,
         "rollout.max_new_tokens": 768,
         "data.max_len": 832,
-        "train.agent_func_path": write_agent(place),
+        "train.agent_func_path": Path(long_tail_agent.__file__),
         "actor.adam.lr": 1e-3,
         "algo.kl.init_coef": 0,
         "algo.advantage.is_correction_level": "token",
@@ -90,33 +91,6 @@ def measure(place: Path, steps: int, staleness: int, cache: str) -> dict[str, An
         "staleness_max": max(row[names.STALENESS_MAX] for row in trained),
         "dropped": sum(row[names.STALENESS_DROPPED] for row in trained),
     }
-
-
-# Goes on after an end of sequence, so that responses meet new weights; a quarter of them is right.
-AGENT = """
-from openrlhf.utils.agent import AgentExecutorBase
-
-
-class AgentExecutor(AgentExecutorBase):
-    async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=None):
-        tokens = hf_tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        sampling_params.ignore_eos = True
-        output = (await llm_engine.generate(tokens, sampling_params)).outputs[0]
-        said = [of_token[token].logprob for token, of_token in zip(output.token_ids, output.logprobs)]
-        reward = float(sum(output.token_ids) % 4 == 0)
-        return {
-            "prompt": prompt, "label": label, "reward": reward, "scores": reward, "extra_logs": {},
-            "observation_tokens": tokens + list(output.token_ids), "truncated": False,
-            "action_ranges": [(len(tokens), len(tokens) + len(output.token_ids))],
-            "rollout_log_probs": [0.0] * len(tokens) + said,
-        }
-"""
-
-
-def write_agent(place: Path) -> Path:
-    path = place / "agent.py"
-    path.write_text(AGENT)
-    return path
 
 
 def dumped(folder: Path) -> Sequence[Mapping[str, Any]]:
