@@ -274,7 +274,7 @@ def test_with_no_engine_left_prompts_wait_for_weights(monkeypatch: pytest.Monkey
 
     control.engines.recover, control.engines.bring_back = recover, bring_back
     monkeypatch.setattr(groups.ray.exceptions, "RayError", Died)
-    call, deaths = Answer.__call__, [0, 6]
+    call, deaths = Answer.__call__, [0, 20]
 
     def answer(self: Answer) -> Any:
         if deaths and len(run.engine.asked) > deaths[0]:
