@@ -305,3 +305,17 @@ def test_what_fails_on_the_thread_ends_the_run_once_its_checkpoint_is_complete(
     with pytest.raises(TrainingStopped, match="enough"):
         run.controller.fit()
     assert completed[-1] is True
+
+
+def test_engines_do_not_go_on_after_a_transfer_that_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = Run(monkeypatch, tmp_path, 16)
+
+    def sent(version: int) -> None:
+        if version == 2:
+            raise RuntimeError("half of the weights have arrived")
+        run.sent(version)
+
+    run.actors.broadcast_to_vllm = sent  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="half of the weights"):
+        run.controller.fit()
+    assert run.engine.paused and run.engine.version == 1
