@@ -15,6 +15,7 @@ run() { # SCRIPT ARGUMENTS…   all of them run, whatever becomes of one
 failed=()
 run checkpoint_kills --kills "$kills"
 run resume_exact --kills "$((kills / 20 > 1 ? kills / 20 : 2))"
+run in_flight
 run engine_faults --faults "$((kills / 4))"
 run rank_faults --rounds "$(((kills + 24) / 25))"
 run shares --repeat 5
