@@ -129,12 +129,9 @@ def _pack(module: torch.nn.Module) -> None:
     0.29.0, model_executor/model_loader/reload/layerwise.py, _layerwise_process; model_executor/layers/fused_moe/
     unquantized_fused_moe_method.py, _setup_kernel).
     """
-    from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-    method: Any = getattr(module, "quant_method", None)
-    if isinstance(module, ParallelLMHead):
+    method = getattr(module, "quant_method", None)
+    kernel = getattr(method, "moe_kernel", None)
+    if method is not None and hasattr(module, "tie_weights"):  # vLLM's ParallelLMHead
         method.process_weights_after_loading(module)
-    elif isinstance(method, UnquantizedFusedMoEMethod) and hasattr(module, "w13_weight"):
-        assert method.moe_kernel is not None, "experts have not been loaded before"
-        method.moe_kernel.fused_experts.process_weights_after_loading(module)
+    elif kernel is not None and hasattr(module, "w13_weight"):  # its RoutedExperts
+        kernel.fused_experts.process_weights_after_loading(module)

@@ -44,21 +44,17 @@ def token_shares(H, members, config, weight, versions=None):
     """{row: shares} for one polarity of one group; ``versions`` has those of each row's action tokens."""
     mean = MEANS[config.entropy_mean]
     w = {i: [weight(h) for h in H[i]] for i in members}
-    everything = [(k, u) for k in members for u in range(len(w[k]))]
-    shares = {}
+    peers = {}
+
+    def compared(i, t):
+        what = {"position": t, "response": i, "group": None}[config.compare]
+        return what, versions[i][t] if config.peers == "same_version" else None
+
     for i in members:
-        shares[i] = []
         for t, x in enumerate(w[i]):
-            if config.compare == "position":
-                peers = [(k, t) for k in members if len(w[k]) > t]
-            elif config.compare == "response":
-                peers = [(i, u) for u in range(len(w[i]))]
-            else:
-                peers = everything
-            if config.peers == "same_version":
-                peers = [(k, u) for k, u in peers if versions[k][u] == versions[i][t]]
-            shares[i].append(x / mean([w[k][u] for k, u in peers]))
-    return shares
+            peers.setdefault(compared(i, t), []).append(x)
+    means = {key: mean(values) for key, values in peers.items()}
+    return {i: [x / means[compared(i, t)] for t, x in enumerate(w[i])] for i in members}
 
 
 def clip(value, low, high):
