@@ -30,11 +30,6 @@ class Groups:
     def __len__(self) -> int:
         return len(self._under_way)
 
-    @property
-    def requests(self) -> list[Request]:
-        """What each group was asked with, in the order of asking."""
-        return [request for request, _, _ in self._under_way.values()]
-
     def ask(self, request: Request) -> None:
         """Have engines answer all of a group."""
         asked = self._sampler.shares(request) if request.is_trained else [request]

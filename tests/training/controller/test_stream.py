@@ -5,7 +5,6 @@ token is older than it may be, and a run goes on from any of its checkpoints.
 import random
 import threading
 import time
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,7 +79,7 @@ class Answer:
         rewards = [int(number % 5 and place > 0) for place in range(self.request.samples)]
         label = self.request.label
         return [
-            Row(f"{number}", label, number, tokens, mask, log_probs, reward, None, versions=versions)
+            Row(self.request.prompt, label, number, tokens, mask, log_probs, reward, None, versions=versions)
             for reward in rewards
         ]
 
@@ -106,13 +105,12 @@ class Run:
         monkeypatch.setattr(ray, "wait", self.wait)
         self.trained: list[list[int]] = []
         self.ages: list[list[int]] = []
-        self.labels: Counter[str] = Counter()
         make = self.controller.maker.make
 
         def made(rows: list[Row], own: bool = True) -> Any:
             self.trained.append([row.number for row in rows[::GROUP]])
             self.ages.append([int(self.controller.step - version) for row in rows for version in row.versions[1:]])
-            self.labels.update(row.label for row in rows[::GROUP] if row.label)
+            assert all(row.label in (None, row.prompt) for row in rows), "a prompt has another's label"
             return make(rows, own)
 
         self.controller.maker.make = made
