@@ -27,6 +27,7 @@ HEAVY |= {"flash_attn", "datasets", "torch"}
 MAY_BRING_IN = {
     "algorithms": {"torch"},
     "lm_head": {"torch"},
+    "lora": {"torch"},
     "checkpoints": {"torch"},
     "megatron": {"torch", "megatron", "transformers", "mbridge", "transformer_engine"},
     "weight_sync": {"torch", "ray", "vllm"},
@@ -43,13 +44,14 @@ MAY_BRING_IN = {
 MAY_KNOW = {
     "algorithms": set(),
     "lm_head": set(),
+    "lora": set(),
     "checkpoints": {"platform"},
-    "megatron": {"checkpoints", "lm_head", "platform"},
+    "megatron": {"checkpoints", "lm_head", "lora", "platform"},
     "weight_sync": set(),
     "platform": set(),
     "report": set(),
     "tasks": {"platform"},
-    "training": {"algorithms", "checkpoints", "lm_head", "megatron", "weight_sync", "platform", "report"},
+    "training": {"algorithms", "checkpoints", "lm_head", "lora", "megatron", "weight_sync", "platform", "report"},
     "scoring": {"training", "megatron", "platform"},
     "tools/view": {"algorithms", "report"},
     "tools/planner": {"lm_head", "megatron"},  # only their arithmetic, which does not import torch either

@@ -1,0 +1,25 @@
+"""Low-rank adapters, for both backends: how they are merged into weights, and what they are called in a folder of
+PEFT's. Needs torch alone."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """Adapters of every matrix that ``targets`` names: W becomes W + alpha / rank · B·A.
+
+    Fields:
+        rank: r, the rows of A (r, in) and columns of B (out, r).
+        alpha: the numerator of the scale.
+        targets: the last parts of Hugging Face's names of the modules, such as q_proj; ("all-linear",) for all but the
+            LM head.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = ("all-linear",)
+
+    @property
+    def scale(self) -> float:
+        """What B·A is multiplied by."""
+        return self.alpha / self.rank

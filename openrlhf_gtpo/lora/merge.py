@@ -1,0 +1,72 @@
+"""Merging adapters into weights that keep what nearest rounding would lose.
+
+The weights of a checkpoint are numbers of bfloat16. Most of what a small step adds to one is less than half of the
+distance to the next, so that W + Δ rounds to W, and the engines would sample from a policy that hardly moves. Here an
+element is rounded up where the part that is cut off exceeds a threshold of its own, uniform between 0 and 1, which is
+a hash of row, column and name. So the mean over elements is right, as with stochastic rounding, but there is no random
+state: the same adapters always give the same weights, W + 0 is W, and a larger Δ never gives a smaller weight.
+"""
+
+import zlib
+
+import torch
+from torch import Tensor
+
+_ROWS, _COLUMNS, _FIRST, _SECOND = 0x9E3779B1, 0x85EBCA77, 0x7FEB352D, 0x846CA68B  # odd; the last two mix (lowbias32)
+_LOW = 0xFFFF  # the bits of a float32 that bfloat16 has not
+_BLOCK = {"cpu": 2**17}  # elements at a time: a core's cache, or much of a GPU
+_LARGE_BLOCK = 2**24
+
+
+@torch.no_grad()
+def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float, name: str, offset: tuple[int, int] = (0, 0)) -> Tensor:
+    """``weight`` + ``scale`` · B·A in the dtype of ``weight``: bfloat16, dithered as above, or float32.
+
+    Args:
+        weight: (O, I), a part of the matrix ``name``, whose first element is at ``offset`` in it.
+        a: (r, I), the same columns of A.
+        b: (O, r), the same rows of B.
+        name: Hugging Face's name of the weight, the same wherever it is merged.
+    """
+    assert weight.dtype in (torch.bfloat16, torch.float32), f"{name} is of {weight.dtype}"
+    merged = torch.empty_like(weight)
+    rows = max(1, _BLOCK.get(weight.device.type, _LARGE_BLOCK) // weight.shape[1])
+    a = a.float()
+    for start in range(0, weight.shape[0], rows):
+        part = slice(start, start + rows)
+        exact = torch.addmm(weight[part].float(), b[part].float(), a, alpha=scale)
+        if weight.dtype == torch.bfloat16:
+            bits = exact.view(torch.int32)
+            bits += thresholds(exact.shape, name, (offset[0] + start, offset[1]), weight.device)
+            bits &= ~_LOW
+        merged[part] = exact
+    return merged
+
+
+def thresholds(
+    shape: tuple[int, ...], name: str, offset: tuple[int, int] = (0, 0), device: torch.device | None = None
+) -> Tensor:
+    """Uniform integers from 0 to 65,535, (O, I), int32: what is added to the bits of a float32 before they are cut to
+    bfloat16's. Those at ``offset`` of the matrix ``name``."""
+    seed = zlib.crc32(name.encode())
+    row, column = (
+        (torch.arange(start, start + size, dtype=torch.int64, device=device) * factor + addend) & 0xFFFFFFFF
+        for start, size, factor, addend in zip(offset, shape, (_ROWS, _COLUMNS), (seed, 0), strict=True)
+    )
+    # In int32, where products wrap around; a shift to the right keeps the sign, and a mask removes it.
+    mixed = _wrapped(row)[:, None] + _wrapped(column)
+    mixed ^= (mixed >> 16) & 0xFFFF
+    mixed *= _signed(_FIRST)
+    mixed ^= (mixed >> 15) & 0x1FFFF
+    mixed *= _signed(_SECOND)
+    mixed ^= (mixed >> 16) & 0xFFFF
+    return (mixed >> 8) & _LOW
+
+
+def _wrapped(values: Tensor) -> Tensor:
+    """Numbers below 2**32 as the int32 with the same bits."""
+    return torch.where(values >= 2**31, values - 2**32, values).int()
+
+
+def _signed(value: int) -> int:
+    return value - 2**32 if value >= 2**31 else value
