@@ -3,6 +3,8 @@ PEFT's. Needs torch alone."""
 
 from dataclasses import dataclass
 
+ALL_LINEAR = ("all-linear",)  # PEFT's word for all matrices but the LM head
+
 
 @dataclass(frozen=True)
 class LoraOptions:
@@ -11,13 +13,12 @@ class LoraOptions:
     Fields:
         rank: r, the rows of A (r, in) and columns of B (out, r).
         alpha: the numerator of the scale.
-        targets: the last parts of Hugging Face's names of the modules, such as q_proj; ("all-linear",) for all but the
-            LM head.
+        targets: the last parts of Hugging Face's names of the modules, such as q_proj, or ``ALL_LINEAR``.
     """
 
     rank: int
     alpha: float
-    targets: tuple[str, ...] = ("all-linear",)
+    targets: tuple[str, ...] = ALL_LINEAR
 
     @property
     def scale(self) -> float:

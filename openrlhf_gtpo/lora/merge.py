@@ -19,23 +19,32 @@ _LARGE_BLOCK = 2**24
 
 
 @torch.no_grad()
-def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float, name: str, offset: tuple[int, int] = (0, 0)) -> Tensor:
-    """``weight`` + ``scale`` · B·A in the dtype of ``weight``: bfloat16, dithered as above, or float32.
+def merge(
+    weight: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float,
+    name: str,
+    offset: tuple[int, int] = (0, 0),
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``weight`` + ``scale`` · B·A, (O, I), in bfloat16, dithered as above, or in float32.
 
     Args:
         weight: (O, I), a part of the matrix ``name``, whose first element is at ``offset`` in it.
         a: (r, I), the same columns of A.
         b: (O, r), the same rows of B.
         name: Hugging Face's name of the weight, the same wherever it is merged.
+        dtype: of the result; by default that of ``weight``.
     """
-    assert weight.dtype in (torch.bfloat16, torch.float32), f"{name} is of {weight.dtype}"
-    merged = torch.empty_like(weight)
+    merged = torch.empty_like(weight, dtype=dtype)
+    assert merged.dtype in (torch.bfloat16, torch.float32), f"{name} is of {merged.dtype}"
     rows = max(1, _BLOCK.get(weight.device.type, _LARGE_BLOCK) // weight.shape[1])
     a = a.float()
     for start in range(0, weight.shape[0], rows):
         part = slice(start, start + rows)
         exact = torch.addmm(weight[part].float(), b[part].float(), a, alpha=scale)
-        if weight.dtype == torch.bfloat16:
+        if merged.dtype == torch.bfloat16:
             bits = exact.view(torch.int32)
             bits += thresholds(exact.shape, name, (offset[0] + start, offset[1]), weight.device)
             bits &= ~_LOW

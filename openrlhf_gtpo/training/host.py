@@ -73,7 +73,7 @@ def gpus_of(args: SimpleNamespace) -> Gpus:
         return section.num_nodes * section.num_gpus_per_node
 
     shared = args.train.colocate_all
-    has_reference = args.algo.kl.init_coef > 0
+    has_reference = args.algo.kl.init_coef > 0 and not args.ref.is_actor
     has_critic = bool(args.critic.model_name_or_path)
     has_reward = not args.reward.remote_url and bool(args.reward.model_name_or_path)
     paired = has_critic and args.train.colocate_critic_reward  # on GPUs of their own, whatever the others share

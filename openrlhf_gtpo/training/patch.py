@@ -4,7 +4,6 @@ The actors themselves bring what they need into their worker processes, which im
 """
 
 from collections.abc import Sequence
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,7 @@ def apply(args: SimpleNamespace, features: Sequence[Feature] = ()) -> None:
     from openrlhf.trainer.ray import vllm_engine
     from openrlhf.utils import deepspeed
 
-    from openrlhf_gtpo.training.actors.dispatch import ActorGroup, engine_bundles
+    from openrlhf_gtpo.training.actors.dispatch import Groups, engine_bundles
     from openrlhf_gtpo.training.actors.policy_actor import CriticActor, EntropyPolicyActor
     from openrlhf_gtpo.training.actors.strategy import CpuStrategy, Strategy
     from openrlhf_gtpo.training.controller.controller import Controller
@@ -38,7 +37,6 @@ def apply(args: SimpleNamespace, features: Sequence[Feature] = ()) -> None:
     }
     for feature in features:
         of_engines["engine_args"] |= feature.engine_args()
-    train_ppo_ray.RayActorGroup = partial(ActorGroup, tensor_parallel_size=tensor_parallel_size)
     train_ppo_ray.CriticModelActor = CriticActor
     policy: type = EntropyPolicyActor
     if on_megatron:
@@ -47,6 +45,8 @@ def apply(args: SimpleNamespace, features: Sequence[Feature] = ()) -> None:
         policy, train_ppo_ray.ReferenceModelActor = MegatronPolicy, MegatronReferenceActor
     of_policy = {"loss_features": [loss for feature in features if (loss := feature.loss()) is not None]}
     train_ppo_ray.PolicyModelActor = ray.remote(num_gpus=1)(type("PolicyActor", (policy,), of_policy))
+    reference = train_ppo_ray.ReferenceModelActor if args.ref.is_actor else None
+    train_ppo_ray.RayActorGroup = Groups(train_ppo_ray.PolicyModelActor, reference, tensor_parallel_size)
     vllm_engine.get_bundle_indices = engine_bundles
     rollout_actor = type("RolloutActor", (StrictRolloutActor,), of_engines)
     vllm_engine.RolloutRayActor = ray.remote(max_restarts=max_restarts, max_concurrency=MAX_CALLS)(rollout_actor)

@@ -19,6 +19,9 @@ from openrlhf_gtpo import platform
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.training.actors.optimizer_steps import deal_rows
 
+# Forward passes over micro-batches: of a model, and of the policy without its adapters.
+FORWARDS = ("forward", "forward_reference")
+
 
 class ActorGroup(RayActorGroup):
     """Upstream's group (openrlhf 0.11.2, trainer/ray/launcher.py), with three differences.
@@ -70,7 +73,7 @@ class ActorGroup(RayActorGroup):
     def async_run_method_batch(self, method_name: str, **columns: Sequence[Any]) -> list[Any]:
         """Like upstream's; the results are those of the entries alone.
 
-        A replica with fewer entries than another also runs ``forward`` on the last entry and discards the results:
+        A replica with fewer entries than another also runs a forward on the last entry and discards the results:
         under ZeRO-3 and expert parallelism the others cannot run theirs alone. Other methods are not called on a
         replica without an entry. Rows to ``append`` are dealt by :func:`deal_rows`.
         """
@@ -79,13 +82,14 @@ class ActorGroup(RayActorGroup):
         entries = len(next(iter(columns.values())))
         ranks = self.duplicate_actors  # per replica, which all get its entries
         replicas = len(self._actor_handlers) // ranks
-        if method_name == "forward" and entries % replicas:
+        if method_name in FORWARDS and entries % replicas:
             refs = []
             for replica, share in enumerate(np.array_split(np.arange(entries), replicas)):
                 places = [*share, *[entries - 1] * (-(-entries // replicas) - len(share))]
                 part = ray.put({name: [values[place] for place in places] for name, values in columns.items()})
                 actors = self._actor_handlers[replica * ranks : (replica + 1) * ranks]
-                refs += [actor.__ray_call__.remote(_forward, part, len(places), len(share)) for actor in actors]
+                arguments = (method_name, part, len(places), len(share))
+                refs += [actor.__ray_call__.remote(_forward, *arguments) for actor in actors]
             return refs
         if not 0 < entries < replicas:
             return super().async_run_method_batch(method_name, **columns)
@@ -108,9 +112,59 @@ class ActorGroup(RayActorGroup):
         return [make_experience_batch([rows[row] for row in part]) for part in parts]
 
 
-def _forward(actor: Any, columns: dict[str, list[Any]], entries: int, kept: int) -> list[Any]:
-    """Run ``forward`` on the entries, in a rank's process; returns the results of the first ``kept``."""
-    return actor.execute_batch("forward", columns, 0, entries)[:kept]
+class ReferenceOfActor:
+    """The actor without its adapters, in the place of a group with a reference model.
+
+    Args:
+        actor: its group.
+    """
+
+    _actor_handlers: Sequence[Any] = ()  # its ranks are the actor's
+
+    def __init__(self, actor: ActorGroup) -> None:
+        self._actor = actor
+
+    def async_init_model_from_pretrained(self, *unused: Any) -> list[Any]:
+        """Nothing to load."""
+        return []
+
+    def async_run_method(self, method_name: str, **given: Any) -> list[Any]:
+        """As the actor's."""
+        return self._actor.async_run_method(method_name, **given)
+
+    def async_run_method_batch(self, method_name: str, **columns: Sequence[Any]) -> list[Any]:
+        """The actor's ``forward``, without adapters."""
+        assert method_name == FORWARDS[0]
+        return self._actor.async_run_method_batch(FORWARDS[1], **columns)
+
+
+class Groups:
+    """Makes a run's groups as upstream's ``train`` asks for them, of which the reference's may be the actor's.
+
+    Args:
+        policy: the type of actors of the policy.
+        reference: the type of actors that stands for the policy's without adapters; None for no such type.
+        tensor_parallel_size: of every group.
+    """
+
+    def __init__(self, policy: Any, reference: Any, tensor_parallel_size: int) -> None:
+        self._policy, self._reference = policy, reference
+        self._tensor_parallel_size = tensor_parallel_size
+        self._actor: Any = None
+
+    def __call__(self, num_nodes: int, num_gpus_per_node: int, kind: Any, **options: Any) -> Any:
+        if kind is self._reference:
+            return ReferenceOfActor(self._actor)
+        sizes = {"tensor_parallel_size": self._tensor_parallel_size}
+        group = ActorGroup(num_nodes, num_gpus_per_node, kind, **options, **sizes)
+        if kind is self._policy:
+            self._actor = group
+        return group
+
+
+def _forward(actor: Any, method_name: str, columns: dict[str, list[Any]], entries: int, kept: int) -> list[Any]:
+    """Run a forward on the entries, in a rank's process; returns the results of the first ``kept``."""
+    return actor.execute_batch(method_name, columns, 0, entries)[:kept]
 
 
 def engine_bundles(pg: PlacementGroup, index: int, length: int) -> list[int]:

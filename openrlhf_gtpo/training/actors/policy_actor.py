@@ -1,11 +1,9 @@
 """The Ray actors that hold a policy, and upstream's `gae` critic, on DeepSpeed, and their trainers."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any
 
-import deepspeed
 import ray
 import torch
 from openrlhf.models.utils import masked_mean
@@ -17,13 +15,14 @@ from openrlhf_gtpo import platform
 from openrlhf_gtpo.platform.memory import ReportsPeakMemory
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.token_values import TokenValues
+from openrlhf_gtpo.training.actors import adapters
 from openrlhf_gtpo.training.actors.actor_trainer import ActorTrainer, keep_trying
 from openrlhf_gtpo.training.actors.optimizer_steps import MicroBatch, WholeSteps, row_metrics
 from openrlhf_gtpo.training.actors.policy_model import PolicyModel
-from openrlhf_gtpo.training.actors.strategy import averages
+from openrlhf_gtpo.training.actors.strategy import averages, gathered
 from openrlhf_gtpo.training.credit.entropy_credit import captures_entropy
 from openrlhf_gtpo.training.credit.loss import LossFeature, poisoned
-from openrlhf_gtpo.weight_sync.buckets import ParameterMeta, TensorBuckets, Weights
+from openrlhf_gtpo.weight_sync.buckets import WIRE_DTYPE, ParameterMeta, TensorBuckets, Weights
 
 _UpstreamPolicyActor: Any = ppo_actor.PolicyModelActor.__ray_metadata__.modified_class
 _UpstreamCriticActor: Any = ppo_critic.CriticModelActor.__ray_metadata__.modified_class
@@ -82,28 +81,23 @@ class DeepspeedActorTrainer(WholeSteps, ActorTrainer):
     @cached_property
     def _metas(self) -> list[ParameterMeta]:
         metas = []
-        for name, parameter in self._parameters_to_send():
-            shape = getattr(parameter, "ds_shape", None)  # ZeRO-3's
+        for part in self._parts_to_send():
+            shape = getattr(part.weight, "ds_shape", None)  # ZeRO-3's
             if shape is None:
-                with self._gathered(parameter):
-                    shape = parameter.shape
-            metas.append(ParameterMeta(name, tuple(shape)))
+                with gathered(self.args, self.actor.model.module, [part.weight]):
+                    shape = part.weight.shape
+            metas.append(ParameterMeta(part.name, tuple(shape)))
         return metas
 
-    def _parameters_to_send(self) -> list[tuple[str, torch.nn.Parameter]]:
+    def _parts_to_send(self) -> list[adapters.Part]:
         frozen_too = not getattr(self.actor, "is_vlm", False)
-        return [(n, p) for n, p in self.actor.model.module.named_parameters() if p.requires_grad or frozen_too]
+        parts = adapters.parts(self.actor.model.module)
+        return [part for part in parts if part.weight.requires_grad or part.adapter or frozen_too]
 
     def _full_tensors(self) -> Iterator[torch.Tensor]:
-        for _, parameter in self._parameters_to_send():
-            with self._gathered(parameter):
-                yield parameter.data
-
-    def _gathered(self, parameter: torch.nn.Parameter) -> AbstractContextManager:
-        """Context in which the parameter is whole, gathered from tensor parallelism or ZeRO-3. Collective."""
-        if self.args.ds.tensor_parallel_size > 1:
-            return deepspeed.module_inject.layers.GatherReplacedLayerParams([parameter], self.actor.model.module)
-        return deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id"))
+        for part in self._parts_to_send():
+            with gathered(self.args, self.actor.model.module, part.parameters):
+                yield part.value(WIRE_DTYPE)
 
 
 class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: ignore[misc]
@@ -168,6 +162,11 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
             self.actor.train()
             entropy = output.entropy[:, -action_mask.shape[1] :]
             return TokenValues(log_probs.to("cpu"), (entropy * action_mask.to(device)).to("cpu"))
+
+    def forward_reference(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Like upstream's ``forward``, with the adapters off: the log-probs of the base."""
+        with self.actor.model.module.disable_adapter():
+            return super().forward(*args, **kwargs)
 
     def fit(self, kl_ctl: float = 0) -> dict[str, float]:
         with self.peaks.phase(names.PPO_TRAIN):

@@ -5,12 +5,14 @@ import copyreg
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import psutil  # vLLM and DeepSpeed depend on it
 import ray
 import torch
@@ -29,6 +31,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.tensor_fragment import fragment_address
 from openrlhf.utils.deepspeed import DeepspeedStrategy
 from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
+from peft import PeftModel
 from safetensors import SafetensorError
 from torch.utils import cpp_extension
 from torch.utils.serialization import config as serialization
@@ -36,7 +39,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
 from openrlhf_gtpo.checkpoints import folder as checkpoint_folder
-from openrlhf_gtpo.checkpoints.files import Entry, HashedFile
+from openrlhf_gtpo.checkpoints.files import CheckpointError, Entry, HashedFile
 from openrlhf_gtpo.checkpoints.folder import CheckpointWriteError
 from openrlhf_gtpo.checkpoints.together import agree, choose, publish, put_in_order
 from openrlhf_gtpo.platform import varlen_attention
@@ -50,6 +53,7 @@ from openrlhf_gtpo.platform.agreement import (
 from openrlhf_gtpo.platform.compile_lock import CompileLock
 from openrlhf_gtpo.platform.files import share_weights
 from openrlhf_gtpo.platform.random_state import apply_random_state, random_state
+from openrlhf_gtpo.training.actors import adapters
 from openrlhf_gtpo.training.checks.prompts import Prompts, blending_datasets
 from openrlhf_gtpo.training.checks.results import checkpoint_folders
 
@@ -120,6 +124,8 @@ class Strategy(DeepspeedStrategy):
         not check with ZeRO 3, nor with ZeRO 1 and ``--ds.grad_accum_dtype fp32``; without ZeRO and with FusedAdam it
         checks but steps anyway (deepspeed 0.19.6, zero/stage3.py, bf16_optimizer.py, fp16/fused_optimizer.py). Can go
         once all of them heed ``check_grad_overflow`` (https://github.com/deepspeedai/DeepSpeed/pull/6976)."""
+        if self._lora(module := self._unwrap_model(model)):
+            adapters.start(module, self.args.ds.param_dtype, self.args.train.seed)
         model, optimizer, scheduler = super()._ds_init_train_model(model, cfg)
         if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
             update = optimizer._overflow_check_and_loss_scale_update
@@ -188,20 +194,30 @@ class Strategy(DeepspeedStrategy):
             CheckpointWriteError: on all ranks, if one could not write; earlier checkpoints are as they were.
         """
         states = {_GIVEN: client_state or {}, _RANDOM: all_gather_objects(random_state())}
+        lora = self._lora(model.module)
         target = Path(save_dir, tag)
         temporary = from_first_rank(partial(checkpoint_folder.begin, target, whole_folder=True), CheckpointWriteError)
         upstream_engine, copy_script = model.checkpoint_engine, model._copy_recovery_script
-        model.checkpoint_engine = files = _CheckpointFiles(temporary)
+        model.checkpoint_engine = files = _CheckpointFiles(
+            temporary, adapters.trained_names(model.module) if lora else None
+        )
         model._copy_recovery_script = lambda path: files.attempt(partial(copy_script, path))
         try:
-            model.save_checkpoint(save_dir, tag=temporary.name, client_state=states, save_latest=False)
+            model.save_checkpoint(
+                save_dir,
+                tag=temporary.name,
+                client_state=states,
+                save_latest=False,
+                exclude_frozen_parameters=lora is not None,
+            )
         finally:
             model.checkpoint_engine = upstream_engine
             del model._copy_recovery_script
         agree(temporary, target, files.failure)
         metric = {name: options.get(f"metric_{name}") for name in ("key", "value")}
         world_size = torch.distributed.get_world_size()
-        publish(temporary, target, {"metric": metric, "world_size": world_size}, files.entries)
+        contents = {"metric": metric, "world_size": world_size} | ({} if lora is None else {"lora": lora})
+        publish(temporary, target, contents, files.entries)
         put_in_order(target, self._saved_together(target.parent)[1:], max_num=max_num, max_mem_gb=max_mem)
 
     def load_ckpt(self, model: Any, load_dir: str, tag: str | None = None, **kwargs: Any) -> Any:
@@ -219,13 +235,20 @@ class Strategy(DeepspeedStrategy):
             if path is None:
                 return None, {}
             tag = path.name
+            lora = self._lora(model.module)
+            adapters.check_same(path, lora)
+            if lora is not None:
+                model.load_module_state_dict = partial(_load_adapters, model.module)
         schedule = model.lr_scheduler
         peaks = list(schedule.base_lrs)
         group_settings = [
             {name: group[name] for name in ("betas", "eps", "momentum", "weight_decay") if name in group}
             for group in schedule.optimizer.param_groups
         ]
-        loaded, states = super().load_ckpt(model, load_dir, tag, **kwargs)
+        try:
+            loaded, states = super().load_ckpt(model, load_dir, tag, **kwargs)
+        finally:
+            vars(model).pop("load_module_state_dict", None)
         if isinstance(model.optimizer, DeepSpeedZeroOptimizer):
             # Muon's momentum is in the gradients' dtype (deepspeed 0.19.6, zero/stage_1_and_2.py, get_flat_partition),
             # and torch loads it in that of the float32 weights.
@@ -243,6 +266,12 @@ class Strategy(DeepspeedStrategy):
             apply_random_state(randoms[torch.distributed.get_rank()])
         return loaded, states.get(_GIVEN, states)  # an earlier version's are among DeepSpeed's
 
+    def _lora(self, module: Any) -> dict[str, Any] | None:
+        """What checkpoints say of a model's adapters; None of one that has none."""
+        if not isinstance(module, PeftModel):
+            return None
+        return adapters.described(module, self.args.actor.lora, self.args.actor.model_name_or_path)
+
     def _saved_together(self, folder: Path) -> list[Path]:
         """``folder`` and, in a run with a critic, the other role's, which also has a checkpoint of each tag."""
         return [folder, *(other for other in checkpoint_folders(self.args) if other.name != folder.name)]
@@ -254,9 +283,15 @@ class Strategy(DeepspeedStrategy):
             CheckpointWriteError: the model could not be written.
         """
         from_first_rank(partial(os.makedirs, output_dir, exist_ok=True), CheckpointWriteError)
-        failure = None
+        failure, args, module = None, self.args, self._unwrap_model(model)
         try:
-            super().save_model(model, tokenizer, output_dir, **kwargs)
+            if self._lora(module) is None:
+                super().save_model(model, tokenizer, output_dir, **kwargs)
+            else:
+                gather = partial(gathered, args, module)
+                source, first = args.actor.model_name_or_path, self.is_rank_0()
+                adapters.save(module, gather, Path(output_dir), args.actor.lora, source, tokenizer, first)
+                torch_dist_barrier_and_cuda_sync()
         except (OSError, SafetensorError) as error:
             failure = message_of(error)
             torch_dist_barrier_and_cuda_sync()  # upstream's last line, which the other ranks have reached
@@ -281,6 +316,13 @@ class CpuStrategy(Strategy):
         torch.utils.deterministic.fill_uninitialized_memory = False
 
 
+def gathered(args: Any, module: Any, parameters: list[torch.nn.Parameter]) -> AbstractContextManager:
+    """Context in which parameters of ``module`` are whole, from tensor parallelism or ZeRO-3. Collective."""
+    if args.ds.tensor_parallel_size > 1:
+        return deepspeed.module_inject.layers.GatherReplacedLayerParams(parameters, module)
+    return deepspeed.zero.GatheredParameters(parameters, enabled=hasattr(parameters[0], "ds_id"))
+
+
 def averages(model_ema: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """This rank's parts of the weights' moving average, and what their dtype has rounded off them."""
     parts = [getattr(weight, "ds_tensor", weight).data for weight in model_ema.parameters()]
@@ -297,6 +339,14 @@ def _gather_to_the_end(*args: Any, **kwargs: Any) -> Any:
     if handle is not None:
         handle.wait()
     return handle
+
+
+def _load_adapters(module: Any, checkpoint: dict[str, Any], **unused: Any) -> None:
+    """In place of DeepSpeed's ``load_module_state_dict``, which looks for the base, too; that is never saved."""
+    saved, own = checkpoint["module"], adapters.trained_names(module)
+    if odd := sorted(own ^ set(saved)):
+        raise CheckpointError(f"The checkpoint and the model do not have the same adapters, such as {odd[0]}.")
+    module.load_state_dict(saved, strict=False)
 
 
 def _load(self: TorchCheckpointEngine, path: str, map_location: Any = None) -> Any:
@@ -316,9 +366,9 @@ class _CheckpointFiles(TorchCheckpointEngine):
     """Writes DeepSpeed's files with checksums, and keeps the first failure instead of raising it: DeepSpeed's ranks
     wait for each other at the end of a save, whether or not it succeeded."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, only: set[str] | None = None) -> None:
         super().__init__()
-        self._folder = folder
+        self._folder, self._only = folder, only  # which of the module's keys; DeepSpeed would save a frozen, tied head
         self.entries: dict[str, Entry] = {}
         self.failure: str | None = None
 
@@ -326,6 +376,10 @@ class _CheckpointFiles(TorchCheckpointEngine):
         self.failure = self.failure or failure_of(write)
 
     def save(self, state_dict: Any, path: str) -> None:
+        if self._only is not None and "module" in state_dict:
+            kept = {name: tensor for name, tensor in state_dict["module"].items() if name in self._only}
+            state_dict = state_dict | {"module": kept}
+
         def write() -> None:
             with HashedFile(path) as stream, serialization.patch("save.compute_crc32", False):  # the file is hashed
                 torch.save(state_dict, stream)

@@ -60,20 +60,15 @@ def _every_run(args: SimpleNamespace) -> Iterator[Rule]:
     """What fails or misleads with every estimator."""
     from transformers import SchedulerType
 
-    ds, transfer = args.ds, "whose transfer is OpenRLHF's own; leave one of them out."
+    transfer = "whose transfer is OpenRLHF's own; leave one of them out."
     schedules = [kind.value for kind in SchedulerType]
-    yield (  # until https://github.com/OpenRLHF/OpenRLHF/issues/1349 is solved
-        ds.lora.rank > 0,
-        f"--ds.lora.rank {ds.lora.rank} wraps the weights, and vLLM does not know the names that they get; leave it "
-        "out to train all weights.",
-    )
     for role in ("actor", "critic") if args.critic.model_name_or_path else ("actor",):
         schedule = getattr(args, role).lr_scheduler
         yield (
             schedule not in schedules,
             f"Expected --{role}.lr_scheduler to be one of {', '.join(schedules)}, got {schedule}.",
         )
-    yield ds.load_in_4bit, "--ds.load_in_4bit packs the weights into bytes, which vLLM cannot load; leave it out."
+    yield args.ds.load_in_4bit, "--ds.load_in_4bit packs the weights into bytes, which vLLM cannot load; leave it out."
     yield (
         args.vllm.sync_checksum and args.vllm.sync_with_ray,
         f"--vllm.sync_checksum cannot be combined with --vllm.sync_with_ray, {transfer}",

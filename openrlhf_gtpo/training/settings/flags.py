@@ -22,6 +22,8 @@ DERIVED: Values = {
     "rollout.log_probs": "actor",  # what several optimizer steps of a rollout are compared with
     "rollout.joined_by": None,  # the flag because of which rows besides a rollout's own join its training
     "rollout.forward_for": None,  # why the actor's forward must give the entropies, as a clause
+    "actor.lora": None,  # the adapters that are trained in the place of all weights: ``LoraOptions``
+    "ref.is_actor": False,  # whether the reference is the actor with its adapters off, and no model of its own
     "vllm.others": (),  # engines besides the policy's: ``host.EngineGroup``, several or none
 }
 

@@ -208,7 +208,7 @@ MEGATRON = Group(
             (
                 *("actor.freeze_visual_encoder", "actor.gradient_checkpointing_reentrant", "actor.muon.*"),
                 *("ds.grad_accum_dtype", "ds.overlap_comm", "ds.ring_attn_head_stride", "ds.use_liger_kernel"),
-                *("ds.use_universal_ckpt", "ds.zpg", "ds.lora.*", "train.ema_beta"),
+                *("ds.use_universal_ckpt", "ds.zpg", "train.ema_beta"),
             ),
             Need(lambda values: values["actor.backend"] != "megatron", "not read by the Megatron actor"),
         ),

@@ -1,0 +1,84 @@
+"""Adapters on disk: a folder in PEFT's format, and which base they belong to."""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from openrlhf_gtpo.lora import LoraOptions
+
+ADAPTER = "adapter"  # the folder beside an exported model
+_SAMPLE = 2**20
+
+
+def description(options: LoraOptions, modules: list[str], base: Path) -> dict[str, Any]:
+    """What a checkpoint says of its adapters: another rank, scale, target or base would train something else.
+
+    Args:
+        modules: the names of the modules that have adapters.
+        base: the folder of the model that they were made for.
+    """
+    targets = sorted({name.rsplit(".", 1)[-1] for name in modules})
+    return {"rank": options.rank, "alpha": options.alpha, "targets": targets, "base": fingerprint(base)}
+
+
+def difference(saved: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> str | None:
+    """The clause that says how a checkpoint's :func:`description` differs from the run's, of which a part may be known
+    yet; None if it does not."""
+    if saved is None or own is None:
+        return None if saved == own else f"it has {'all weights' if saved is None else 'adapters alone'}"
+    for name, flag in (("rank", "rank"), ("alpha", "alpha"), ("targets", "target_modules")):
+        if name in own and saved[name] != own[name]:
+            have, want = (" ".join(value) if name == "targets" else f"{value:g}" for value in (saved[name], own[name]))
+            return f"it was written with --ds.lora.{flag} {have}, and this run has {want}"
+    if own.get("base", saved["base"]) != saved["base"]:
+        return "its adapters belong to other weights of the base model"
+    return None
+
+
+def fingerprint(folder: Path) -> str:
+    """What tells the weights in a model's ``folder`` from others: a hash of sizes, and of the beginning and the end
+    of each file, which hold names, shapes and the values of the first and the last layers."""
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(_SAMPLE)
+            file.seek(max(0, size - _SAMPLE))
+            digest.update(b"%d " % size + head + file.read(_SAMPLE))
+    return digest.hexdigest()[:16]
+
+
+def write_adapter(
+    folder: Path, tensors: Mapping[str, tuple[Tensor, Tensor]], options: LoraOptions, base_name: str
+) -> None:
+    """Write adapters as PEFT does, for ``PeftModel.from_pretrained``.
+
+    Args:
+        folder: a new or existing folder.
+        tensors: A (r, in) and B (out, r) by Hugging Face's names of the modules, such as model.layers.0.mlp.up_proj.
+        base_name: the model that they were trained on.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    from peft import LoraConfig
+
+    os.makedirs(folder, exist_ok=True)
+    state = {}
+    for name, pair in tensors.items():
+        for letter, tensor in zip("AB", pair, strict=True):
+            state[f"base_model.model.{name}.lora_{letter}.weight"] = tensor.cpu().contiguous()
+    save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    LoraConfig(
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base_name,
+        inference_mode=True,
+        r=options.rank,
+        lora_alpha=options.alpha,
+        target_modules=sorted({name.rsplit(".", 1)[-1] for name in tensors}),
+    ).save_pretrained(str(folder))

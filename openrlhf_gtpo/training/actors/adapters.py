@@ -1,0 +1,154 @@
+"""Low-rank adapters in a policy on DeepSpeed: PEFT's model in the trainer, Hugging Face's names outside of it.
+
+OpenRLHF 0.11.2 sends PEFT's names to vLLM, which knows none of them
+(https://github.com/OpenRLHF/OpenRLHF/issues/1349). Here a tensor that leaves the trainer is the base with its adapter
+merged into it; the base itself never changes.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from openrlhf.utils.utils import convert_to_torch_dtype
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from openrlhf_gtpo.checkpoints.files import CheckpointError
+from openrlhf_gtpo.checkpoints.folder import MANIFEST, read_manifest
+from openrlhf_gtpo.lora import LoraOptions
+from openrlhf_gtpo.lora.folder import ADAPTER, description, difference, write_adapter
+from openrlhf_gtpo.lora.init import initial_a
+from openrlhf_gtpo.lora.merge import merge
+from openrlhf_gtpo.platform.files import model_folder
+
+_ADAPTER = "default"  # PEFT's name of the one that it is given
+_PEFT, _BASE = "base_model.model.", ".base_layer."  # what PEFT adds to names
+
+# Whole tensors of what is sharded, for as long as the context lasts.
+Gather = Callable[[list[Parameter]], AbstractContextManager]
+
+
+class Adapter(NamedTuple):
+    """A (r, in) and B (out, r) of one matrix, as the optimizer has them."""
+
+    a: Parameter
+    b: Parameter
+    scale: float
+
+
+class Part(NamedTuple):
+    """A tensor of the policy as engines and exports know it.
+
+    Fields:
+        name: Hugging Face's.
+        weight: what the base has.
+        adapter: what is added to it, if anything.
+    """
+
+    name: str
+    weight: Parameter
+    adapter: Adapter | None
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """What must be gathered to read it."""
+        return [self.weight, *self.adapter[:2]] if self.adapter else [self.weight]
+
+    def value(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor, in ``dtype`` if it has an adapter and one is given; its parameters are gathered."""
+        if self.adapter is None:
+            return self.weight.data
+        a, b, scale = self.adapter
+        return merge(self.weight.data, a.data, b.data, scale, self.name, dtype=dtype)
+
+
+def parts(model: Module) -> list[Part]:
+    """All tensors of a policy, which may have adapters, in the model's order; a tied head is not repeated."""
+    if not isinstance(model, PeftModel):
+        return [Part(name, parameter, None) for name, parameter in model.named_parameters()]
+    adapted = {f"{_hf_name(name)}.weight": layer for name, layer in _layers(model)}
+    found = []
+    for name, parameter in model.named_parameters():
+        if _is_adapter(name):
+            continue
+        layer = adapted.get(hf_name := _hf_name(name))
+        found.append(Part(hf_name, parameter, _adapter(layer) if layer else None))
+    return found
+
+
+def _layers(model: Module) -> Iterator[tuple[str, Any]]:
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
+
+
+def _adapter(layer: Any) -> Adapter:
+    pair = (layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight)
+    return Adapter(*pair, layer.scaling[_ADAPTER])
+
+
+def _hf_name(name: str) -> str:
+    return name.removeprefix(_PEFT).replace(_BASE, ".")
+
+
+def _is_adapter(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def start(model: Module, param_dtype: str, seed: int) -> None:
+    """Give new adapters the model's dtype, which PEFT's depends on the ZeRO stage, and the A that each backend starts
+    with. Before DeepSpeed takes the model."""
+    for name, layer in _layers(model):
+        for parameter in _adapter(layer)[:2]:
+            parameter.data = parameter.data.to(convert_to_torch_dtype(param_dtype))
+        a, weight = layer.lora_A[_ADAPTER].weight, f"{_hf_name(name)}.weight"
+        a.data.copy_(initial_a(a.shape[0], a.shape[1], weight, seed))
+
+
+def trained_names(model: Module) -> set[str]:
+    """The keys of a state dict that hold what is trained."""
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def described(model: Module, options: LoraOptions, source: str) -> dict[str, Any]:
+    """See :func:`description`; ``source`` is the base's folder or its name on the Hub."""
+    return description(options, [_hf_name(name) for name, _ in _layers(model)], model_folder(source, weights=True))
+
+
+def check_same(path: Path, own: dict[str, Any] | None) -> None:
+    """Refuse the checkpoint ``path`` for a run with other adapters than it has, or with or without them.
+
+    Raises:
+        CheckpointError: it is, or it cannot be read.
+    """
+    saved = read_manifest(path).get("lora") if (path / MANIFEST).is_file() else None
+    if found := difference(saved, own):
+        raise CheckpointError(f"{path} cannot be continued: {found}; give the same flags and model, or start anew.")
+
+
+def save(
+    model: Any, gather: Gather, folder: Path, options: LoraOptions, source: str, tokenizer: Any, is_first: bool
+) -> None:
+    """Write the policy with its adapters merged into ``folder``, as its engines have it, and the adapters beside it in
+    ``adapter/``. Collective; the rank that ``is_first`` writes.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    whole: dict[str, Tensor] = {}
+    adapters: dict[str, tuple[Tensor, Tensor]] = {}
+    for part in parts(model):
+        with gather(part.parameters):
+            if is_first:
+                whole[part.name] = part.value().to("cpu", copy=True)
+            if is_first and part.adapter:
+                a, b = (parameter.data.to("cpu", copy=True) for parameter in part.adapter[:2])
+                adapters[part.name.removesuffix(".weight")] = a, b
+    if is_first:
+        base = model.get_base_model()
+        base.save_pretrained(folder, state_dict=whole)
+        base.config.to_json_file(folder / "config.json")
+        tokenizer.save_pretrained(folder)
+        write_adapter(folder / ADAPTER, adapters, options, source)

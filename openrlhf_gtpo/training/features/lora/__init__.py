@@ -1,0 +1,21 @@
+"""Low-rank adapters in the place of all weights (OpenRLHF's ``--ds.lora.*``, for both backends).
+
+The parts: what adapters are, room ``lora``; how DeepSpeed's policy has them, ``actors/adapters.py``; how Megatron's
+has them, ``megatron/model/adapters.py``; the reference that is the actor without them, ``actors/dispatch.py``.
+"""
+
+from openrlhf_gtpo.training.checks.model import Model
+from openrlhf_gtpo.training.feature import Feature
+from openrlhf_gtpo.training.features.lora.settings import LORA
+
+
+class Lora(Feature):
+    settings = LORA
+
+    def is_on(self) -> bool:
+        return self.args.actor.lora is not None
+
+    def check(self, model: Model) -> None:
+        from openrlhf_gtpo.training.features.lora.check import check_lora
+
+        check_lora(self.args, model)

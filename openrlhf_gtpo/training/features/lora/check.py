@@ -1,0 +1,91 @@
+"""What adapters do not go with."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from openrlhf_gtpo.checkpoints.files import CheckpointError
+from openrlhf_gtpo.checkpoints.folder import MANIFEST, newest_whole, read_manifest
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.lora import ALL_LINEAR
+from openrlhf_gtpo.lora.folder import difference, fingerprint
+from openrlhf_gtpo.training.checks.model import Model
+from openrlhf_gtpo.training.checks.settings import Rule, refuse
+
+_SMALL_LR = 5e-6
+_HEADS = {"lm_head", "embed_tokens", "wte", "embed_out"}
+
+
+def check_lora(args: SimpleNamespace, model: Model) -> None:
+    """Refuse what adapters do not go with.
+
+    Raises:
+        UsageError: the first such thing.
+    """
+    refuse(*_settings(args))
+    if args.ckpt.load_enable:
+        _check_checkpoint(args, model)
+    if getattr(model.config, "num_experts", None):
+        print(
+            "The experts of a mixture get no adapters: attention, routers aside, and shared experts do.",
+            file=sys.stderr,
+        )
+    if args.actor.adam.lr < _SMALL_LR:
+        print(
+            f"Adapters want about ten times the learning rate of full training; this run has {args.actor.adam.lr:g} "
+            "(--actor.adam.lr).",
+            file=sys.stderr,
+        )
+
+
+def _check_checkpoint(args: SimpleNamespace, model: Model) -> None:
+    """Refuse to go on from adapters of another rank, scale, targets or base."""
+    folder, tag, lora = Path(args.ckpt.path) / "_actor", args.ckpt.load_tag, args.actor.lora
+    try:
+        path = folder / tag if tag else newest_whole(folder)
+        if path is None or not (path / MANIFEST).is_file():
+            return
+        own: dict[str, Any] = {"rank": lora.rank, "alpha": lora.alpha}
+        if lora.targets != ALL_LINEAR:  # the ranks know which modules these are
+            own["targets"] = sorted(lora.targets)
+        if model.is_local:
+            own["base"] = fingerprint(model.folder)
+        found = difference(read_manifest(path).get("lora"), own)
+    except CheckpointError as error:
+        raise UsageError(f"--ckpt.load_enable: {error}") from error
+    if found:
+        raise UsageError(
+            f"--ckpt.load_enable: {path} cannot be continued: {found}; give the same flags and model, or start anew."
+        )
+
+
+def _settings(args: SimpleNamespace) -> Iterator[Rule]:
+    lora, ds = args.actor.lora, args.ds
+    rank, megatron = f"--ds.lora.rank {lora.rank}", args.actor.backend == "megatron"
+    heads = sorted(_HEADS.intersection(lora.targets))
+    yield (
+        bool(heads),
+        f"--ds.lora.target_modules {' '.join(heads)}: adapters on the head or the embeddings are not offered, which "
+        "the LM head's kernels and tied weights read as they are; leave it out, or give all-linear.",
+    )
+    yield (
+        ds.lora.dropout > 0,
+        f"--ds.lora.dropout {ds.lora.dropout:g} would train another policy than the one that samples; leave it at 0.",
+    )
+    for broken, flag, remedy in (
+        (args.train.enable_ema, "--train.enable_ema", "leave it out"),
+        (args.actor.optim != "adam", f"--actor.optim {args.actor.optim}", "give adam"),
+        (args.critic.model_name_or_path, "a critic", "choose an estimator without one (gtpo, grpo_s, rloo, …)"),
+        (args.vllm.sync_with_ray, "--vllm.sync_with_ray", "leave it out"),
+        (not megatron and ds.param_dtype == "fp16", "--ds.param_dtype fp16", "give bf16"),
+        (
+            not megatron and ds.tensor_parallel_size > 1,
+            f"--ds.tensor_parallel_size {ds.tensor_parallel_size}",
+            "leave it at 1",
+        ),
+        (ds.use_universal_ckpt, "--ds.use_universal_ckpt", "leave it out"),
+        (megatron and args.megatron.fp8 is not None, f"--megatron.fp8 {args.megatron.fp8}", "leave it out"),
+    ):
+        yield broken, f"{rank} is not offered with {flag}; {remedy}."

@@ -1,0 +1,24 @@
+"""What OpenRLHF's ``--ds.lora.*`` imply for a run. They are its flags; both backends read them."""
+
+from typing import Any
+
+from openrlhf_gtpo.lora import LoraOptions
+from openrlhf_gtpo.training.settings.setting import Group
+
+
+def _imply(values: dict[str, Any], given: frozenset[str]) -> None:
+    if not values["ds.lora.rank"]:
+        return
+    targets = values["ds.lora.target_modules"]
+    # The word arrives as a list of one, in which PEFT would look for a module of that name.
+    if targets == ["all-linear"]:
+        targets = values["ds.lora.target_modules"] = "all-linear"
+    names = (targets,) if isinstance(targets, str) else tuple(targets)
+    values["actor.lora"] = LoraOptions(values["ds.lora.rank"], values["ds.lora.alpha"], names)
+    values["ref.is_actor"] = True
+    # Upstream compares the sizes of groups that share GPUs, and there is no other group.
+    for name in ("num_nodes", "num_gpus_per_node"):
+        values[f"ref.{name}"] = values[f"actor.{name}"]
+
+
+LORA = Group("LoRA", "low-rank adapters in the place of all weights", (), imply=_imply, page="lora.md")
