@@ -177,6 +177,16 @@ class ModelShape:
             return parts | {"mlp": mlp // tensor}
         return parts | {"router": hidden * self.num_experts, "experts": self.num_experts // expert * mlp // tensor}
 
+    def adapter_parameters(self, rank: int, tensor: int = 1) -> int:
+        """Parameters of one decoder layer's low-rank adapters of ``rank`` on one rank, of attention and a dense MLP: of
+        each matrix one factor is sharded over TP, as the matrix, and every rank has the other."""
+        hidden, query, key_value = self.hidden_size, self.query_width, self.key_value_width
+        whole = hidden * 3 + hidden  # A of query, key and value; B of the projection
+        sharded = query + 2 * key_value + query
+        if not self.num_experts:
+            whole, sharded = whole + 2 * hidden + hidden, sharded + 3 * self.intermediate_size
+        return rank * (whole + sharded // tensor)
+
     def padded_vocab_size(self, tensor: int = 1) -> int:
         """The vocabulary padded for tensor parallelism: rows of the embedding and of the head, over all ranks."""
         multiple = VOCABULARY_MULTIPLE * tensor

@@ -107,6 +107,7 @@ FP8_RECIPE="${FP8_RECIPE:-blockwise}"  # delayed, tensorwise
 FP8_PARAM="${FP8_PARAM:-}"             # 1: the decoder's weights in FP8 alone, in half their memory (not with delayed)
 FP8_AUDIT_STEPS="${FP8_AUDIT_STEPS:-0}" # every N-th batch is compared with BF16; 0: never
 RECOMPUTE="${RECOMPUTE:-none}"         # selective (the MLP) and full need less memory and are slower: cli.plan
+LORA_RANK="${LORA_RANK:-}"             # adapters of that rank in the place of all weights (docs/lora.md); empty: all weights
 MAX_TOKENS_PER_GPU="${MAX_TOKENS_PER_GPU:-12288}"
 VLLM_ENGINES="${VLLM_ENGINES:-}"       # default: colocated, as many as fill the GPUs; split, 4
 VLLM_TENSOR_PARALLEL="${VLLM_TENSOR_PARALLEL:-2}"
@@ -119,7 +120,7 @@ PROMPTS_PER_STEP="${PROMPTS_PER_STEP:-128}"
 TRAIN_BATCH="${TRAIN_BATCH:-128}"      # responses per optimizer step; 2048 makes one on-policy update of each rollout
 PROMPT_LENGTH="${PROMPT_LENGTH:-2048}"
 RESPONSE_LENGTH="${RESPONSE_LENGTH:-4096}"
-LEARNING_RATE="${LEARNING_RATE:-1e-6}"
+LEARNING_RATE="${LEARNING_RATE:-$([[ -z "$LORA_RANK" ]] && printf 1e-6 || printf 1e-5)}"
 
 check_counts() {
     local variable
@@ -157,6 +158,7 @@ with_entropies='^(gtpo|grpo_s|forking_tokens|entropy_bonus)$'
 [[ -n "$GUIDE" || -z "$guided" ]] ||
     refuse "GUIDE_FRACTION, GUIDE_STEPS, GUIDE_ENGINES, GUIDE_TENSOR_PARALLEL and RESCUE_BATCH need GUIDE, the model that guides."
 [[ "$RECOMPUTE" =~ ^(none|selective|full)$ ]] || refuse "RECOMPUTE is '$RECOMPUTE'; it must be none, selective or full."
+[[ "$LORA_RANK" =~ ^([1-9][0-9]{0,8})?$ ]] || refuse "LORA_RANK is '$LORA_RANK'; it must be a number from 1 to 999999999, or empty for all weights."
 OUTPUT="$(realpath -m -- "$OUTPUT")"
 [[ ! -e "$OUTPUT" || -d "$OUTPUT" ]] || refuse "OUTPUT=$OUTPUT is a file; it must be a folder."
 
@@ -279,6 +281,7 @@ if [[ -n "$FP8" ]]; then
     train_args+=(--megatron.fp8 "$FP8" --megatron.fp8_recipe "$FP8_RECIPE")
     [[ ! "$ALGORITHM" =~ $with_entropies ]] || train_args+=(--megatron.fp8_audit_steps "$FP8_AUDIT_STEPS")
 fi
+[[ -z "$LORA_RANK" ]] || train_args+=(--ds.lora.rank "$LORA_RANK" --ds.lora.alpha "$((2 * LORA_RANK))")
 [[ -z "$FP8_PARAM" ]] || train_args+=(--megatron.fp8_param)
 # --megatron.fp8_audit_gate 0.02         entropies from a BF16 forward while FP8 changes more advantage signs than this
 placement_args=()

@@ -95,6 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--fp8-recipe", choices=RECIPES, help=searched)
     add("--fp8-param", action="store_true", help="FP8 primary weights")
     add("--recompute", choices=RECOMPUTE, help=searched)
+    add("--lora-rank", type=int, default=0, metavar="R", help="train adapters of this rank (default: all weights)")
     add("--placement", choices=PLACEMENTS, default=PLACEMENTS[0], help="placement of engines and training")
     add("--rollout-gpus", help=f"GPUs of the engines with --placement split {searched}", **count)
     add("--async-enable", action="store_true", help="sample a rollout while the one before trains; only if split")
@@ -156,8 +157,9 @@ def _plan(args: argparse.Namespace, words: list[str]) -> None:
 
 def _request(args: argparse.Namespace) -> Request:
     for name, value in vars(args).items():
-        if type(value) is int and value < 1:
-            raise SettingError(f"Expected ${name} >= 1, got {value}.")
+        least = 0 if name == "lora_rank" else 1
+        if type(value) is int and value < least:
+            raise SettingError(f"Expected ${name} >= {least}, got {value}.")
     for given, setting in ((args.fp8_recipe, f"$fp8_recipe {args.fp8_recipe}"), (args.fp8_param, "$fp8_param")):
         if args.fp8 == "off" and given:
             raise SettingError(f"{setting} needs FP8, and $fp8 is off; leave one of them out.")

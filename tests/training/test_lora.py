@@ -1,5 +1,5 @@
-"""These tests catch adapters whose steps depend on how they are sharded, and a policy that is sent, exported or resumed
-as another than the one that was trained."""
+"""These tests catch adapters whose steps depend on how they are sharded, and a policy that is sent, exported or
+resumed as another than the one that was trained."""
 
 import json
 from collections.abc import Iterator

@@ -68,7 +68,7 @@ class Candidate:
         weights, caches = {"weights": held["weights"]}, {"fp8_caches": held["fp8_caches"]}
         # A reference on the device keeps its FP8 weights, but of their two copies only the rows.
         reference_bytes = held["weights"] + (0.0 if offloaded else held["fp8_caches"] / 2)
-        reference = {"reference": reference_bytes} if self.engines.workload.kl else {}
+        reference = {"reference": reference_bytes} if self._has_reference else {}
         states = {} if offloaded else {name: held[name] for name in ("gradients", "optimizer")} | caches
         resting = {} if offloaded else reference
         loaded = {name: engine[name] for name in ("vllm_weights", "vllm_working")}
@@ -96,6 +96,11 @@ class Candidate:
             "save": beside_trainer | weights | states | read,
             "rollout": context | loaded | {"kv_cache": max(0.0, engine["kv_cache"])} | beside_engine,
         }
+
+    @property
+    def _has_reference(self) -> bool:
+        """Whether KL takes a model of its own: with adapters the actor without them is the reference."""
+        return self.engines.workload.kl and not self.training.lora_rank
 
     @property
     def limit(self) -> float:
@@ -170,7 +175,7 @@ class Candidate:
         if not (self.colocated and self.offload):
             return 0.0
         held = held_bytes(self.training, 0)
-        models = 2 if self.engines.workload.kl else 1
+        models = 2 if self._has_reference else 1
         return models * held["weights"] + held["optimizer"] + self.engines.memory()["vllm_weights"]
 
     @property

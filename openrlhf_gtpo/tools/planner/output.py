@@ -31,7 +31,8 @@ def layout_words(plan: Candidate) -> str:
     expert = training.layout.expert_model_parallel_size
     words += f" EP{expert}" if expert > 1 else ""
     precision = "bf16" if fp8 is None else f"{fp8.mode} {fp8.recipe}{' weights' if fp8.primary_weights else ''}"
-    return f"{words} DP{training.data_parallel}, {precision}, recompute {training.recompute}"
+    lora = f", LoRA {training.lora_rank}" if training.lora_rank else ""
+    return f"{words} DP{training.data_parallel}, {precision}, recompute {training.recompute}{lora}"
 
 
 def ranking(plans: list[Candidate], most: int) -> str:
@@ -109,6 +110,7 @@ def as_json(plan: Candidate) -> dict[str, Any]:
         },
         "fp8": None if fp8 is None else {"mode": fp8.mode, "recipe": fp8.recipe, "param": fp8.primary_weights},
         "recompute": training.recompute,
+        "lora_rank": training.lora_rank,
         "training_gpus": plan.cluster.gpus,
         "engines": {"count": engines.count, "tensor": engines.tensor, "gpus": engines.gpus},
         "fits": plan.fits,
@@ -151,6 +153,7 @@ def launch_script(plan: Candidate, *, algorithm: str, model: str, command: str) 
             "FP8_RECIPE": "blockwise" if fp8 is None else fp8.recipe,
             "FP8_PARAM": 1 if fp8 is not None and fp8.primary_weights else "",
             "RECOMPUTE": training.recompute,
+            "LORA_RANK": training.lora_rank or "",
             "MAX_TOKENS_PER_GPU": -(-work.micro_batch_tokens(context) // context),
         },
         "The engines": {
@@ -209,8 +212,10 @@ def trainer_flags(plan: Candidate) -> list[str]:
         flags.append(f"--rollout.entropy {work.entropy}")
     if work.kl:  # the plan does not choose the coefficient
         flags.append('--algo.kl.init_coef "${KL:?must be set to the coefficient of the planned KL term}"')
+    if work.kl and not plan.training.lora_rank:  # which is the actor's own reference
         flags.append('--ref.num_nodes "$NODES" --ref.num_gpus_per_node "$GPUS_PER_NODE"')
         flags += [] if plan.colocated else ["--train.colocate_actor_ref"]
+    if work.kl:
         flags += [] if work.entropy == "actor" else ["--algo.kl.use_loss"]
     if work.log_probs != "actor":  # with the correction that it requires
         flags.append(f"--rollout.log_probs {work.log_probs} --algo.advantage.is_correction_level token")

@@ -44,6 +44,7 @@ class Request:
         rollout_gpus: GPUs of the engines when they have their own.
         offload, async_enable: see :class:`Candidate`.
         vllm_memory: ``gpu_memory_utilization``; None for the assumed one.
+        lora_rank: of adapters that are trained in the place of the weights, in bfloat16; 0 for none.
     """
 
     config: SimpleNamespace
@@ -64,6 +65,7 @@ class Request:
     async_enable: bool = False
     distributed_optimizer: bool = True
     vllm_memory: float | None = None
+    lora_rank: int = 0
     assumptions: Assumptions = Assumptions()
 
     @cached_property
@@ -132,6 +134,7 @@ def candidates(request: Request) -> list[Candidate]:
                     distributed_optimizer=request.distributed_optimizer,
                     fp8=fp8,
                     lm_head_bytes=request.assumptions.lm_head_mb * 2**20,
+                    lora_rank=request.lora_rank,
                 )
                 where = request.colocated, request.offload, request.async_enable
                 legal.append(Candidate(training, cluster, engines, *where))
@@ -203,6 +206,8 @@ def _layouts(request: Request, cluster: Cluster) -> list[Layout]:
     Raises:
         SettingError: none is legal; the message says why the first is not.
     """
+    if request.lora_rank and request.shape.num_experts:
+        raise SettingError("$lora_rank: the Megatron actor has no adapters for mixtures of experts; leave it out.")
     config, batch, node = request.config, request.workload.batch, request.cluster.gpus_per_node
     layouts, refusals = [], []
     for tensor, pipeline, context, expert in product(
@@ -240,9 +245,11 @@ def _precisions(request: Request, cluster: Cluster, layout: Layout) -> list[Fp8O
     Raises:
         SettingError: the request is for FP8, and no recipe of it is legal.
     """
-    if request.fp8 == "off":
-        return [None]
     only_fp8 = request.fp8 or request.fp8_recipe or request.fp8_param
+    if request.lora_rank and only_fp8 and request.fp8 != "off":
+        raise SettingError("$lora_rank trains adapters in bfloat16; leave the settings of FP8 out.")
+    if request.fp8 == "off" or request.lora_rank:
+        return [None]
     precisions: list[Fp8Options | None] = [] if only_fp8 else [None]
     refusals = []
     for recipe in [request.fp8_recipe] if request.fp8_recipe else RECIPES:

@@ -40,6 +40,7 @@ class Training:
         local: layers are ``local``, which here also means a host without CUDA; else ``te``.
         short_rows: sequences are below :data:`SHORT_ROW` tokens; matters only for ``local`` layers.
         lm_head_bytes: working memory of the LM head; None for its own choice.
+        lora_rank: adapters of that rank are trained in the place of the weights; 0 for none.
     """
 
     shape: ModelShape
@@ -54,6 +55,7 @@ class Training:
     local: bool = False
     short_rows: bool = False
     lm_head_bytes: int | None = None
+    lora_rank: int = 0
 
     @property
     def tensor(self) -> int:
@@ -100,6 +102,14 @@ class Training:
             stage, tensor=self.tensor, pipeline=self.pipeline, expert=self.layout.expert_model_parallel_size
         )
 
+    def adapter_parameters(self) -> int:
+        """Parameters of a stage's adapters on one rank."""
+        return self.shape.num_layers // self.pipeline * self.shape.adapter_parameters(self.lora_rank, self.tensor)
+
+    def trained_parameters(self, stage: int) -> int:
+        """Parameters on one rank of ``stage`` that have gradients."""
+        return self.adapter_parameters() if self.lora_rank else sum(self.stage_parameters(stage).values())
+
     def in_flight(self, stage: int) -> int:
         """Micro-batches whose activations a stage holds at once (1F1B)."""
         return min(self.pipeline - stage, self.micro_batches)
@@ -114,7 +124,12 @@ def layer_bytes(training: Training) -> float:
     norm, attention = _norm(training), _attention(training)
     if training.recompute == "selective":
         return norm + attention + (norm if training.shape.num_experts else hidden)
-    return 2 * norm + attention + _mlp(training)
+    return 2 * norm + attention + _mlp(training) + _adapters(training)
+
+
+def _adapters(training: Training) -> float:
+    """Bytes per token that adapters keep: the products with A, of the seven matrices of attention and a dense MLP."""
+    return 2.0 * training.lora_rank * (4 if training.shape.num_experts else 7)
 
 
 def _norm(training: Training) -> float:
@@ -175,9 +190,11 @@ def held_bytes(training: Training, stage: int) -> dict[str, float]:
     """Bytes held throughout training: ``weights`` (bfloat16 or FP8 primary), ``gradients`` (float32), ``optimizer``
     (float32 weights and AdamW's two moments) and ``fp8_caches``."""
     parts, fp8 = training.stage_parameters(stage), training.fp8
-    experts = parts.get("experts", 0)
-    dense = sum(parts.values()) - experts
-    shard: float = dense + experts
+    held = sum(parts.values()) + (training.adapter_parameters() if training.lora_rank else 0)
+    trained = training.trained_parameters(stage)
+    experts = 0 if training.lora_rank else parts.get("experts", 0)
+    dense = trained - experts
+    shard: float = trained
     if training.distributed_optimizer:
         replicas = training.replicas
         shard = dense / replicas + experts * training.layout.expert_model_parallel_size / replicas
@@ -186,8 +203,8 @@ def held_bytes(training: Training, stage: int) -> dict[str, float]:
     fp8_bytes = in_fp8 * (1 if fp8 is None or fp8.emulated else 2 * training.input_bytes)
     primary = fp8 is not None and fp8.primary_weights
     return {
-        "weights": 2.0 * (dense + experts - in_fp8) + fp8_bytes if primary else 2.0 * (dense + experts),
-        "gradients": 4.0 * (dense + experts),
+        "weights": 2.0 * (held - in_fp8) + fp8_bytes if primary else 2.0 * held,
+        "gradients": 4.0 * trained,
         "optimizer": 12.0 * shard,
         "fp8_caches": 0.0 if primary or fp8 is None or fp8.emulated else fp8_bytes,
     }
@@ -214,8 +231,9 @@ def temporary_bytes(training: Training, stage: int) -> dict[str, float]:
     hidden = shape.hidden_size
     inside = shape.intermediate_size / training.tensor * max(1, shape.experts_per_token)
     last = stage == training.pipeline - 1
-    # A matrix's gradient in bfloat16, on a CPU also its widened copy while it is added to the float32 buffer.
-    gradient = 6 if local else 2
+    # A matrix's gradient in bfloat16, on a CPU also its widened copy while it is added to the float32 buffer. A matrix
+    # with an adapter has none.
+    gradient = 0 if training.lora_rank else 6 if local else 2
     matrix = hidden * shape.intermediate_size / training.tensor
     again = 0.0  # what recompute brings back of one layer, besides its input
     if training.recompute != "none":
@@ -224,7 +242,7 @@ def temporary_bytes(training: Training, stage: int) -> dict[str, float]:
     gathered = 2 * hidden * tokens if training.sequence_parallel else 0.0
     embedding = 2 * shape.embedding_parameters(training.tensor)
     # The gradient of a head tied to the embedding waits for the embedding's.
-    waiting = embedding if shape.tied and stage == 0 and last else 0
+    waiting = embedding if shape.tied and stage == 0 and last and not training.lora_rank else 0
     again += waiting
     moments = {
         # The gradients of the gate's two factors and of their product; the product itself is already freed.
@@ -248,6 +266,8 @@ def _host_moments(training: Training, stage: int) -> dict[str, float]:
     largest: float = 2 * shape.hidden_size * shape.intermediate_size / training.tensor
     if stage in training.ends:
         largest = max(largest, shape.embedding_parameters(training.tensor))
+    if training.lora_rank:
+        largest = training.lora_rank * (shape.hidden_size + shape.intermediate_size)
     if not training.distributed_optimizer:
         return {"adam": 8 * largest - freed}
     return {
@@ -263,7 +283,7 @@ def head_bytes(training: Training) -> float:
     columns = shape.padded_vocab_size(training.tensor) // training.tensor
     budget = training.lm_head_bytes or tiles.default_budget(training.local)
     working = tiles.backward_peak(tokens, columns, shape.hidden_size, budget=budget, on_cpu=training.local)
-    weight = 2 * columns * shape.hidden_size
+    weight = 0 if training.lora_rank else 2 * columns * shape.hidden_size  # of its gradient
     hidden = 2 * shape.hidden_size * tokens
     if not shape.tied:
         # The weight's gradient goes straight to the float32 buffer, and a dummy in its place comes after the tiles.

@@ -62,7 +62,7 @@ class TrainingSpeed:
         sharded, owner = training.distributed_optimizer, replace(training, distributed_optimizer=True)
         # Of its parameters a rank owns a shard, of experts a larger one, as they have fewer replicas than the rest.
         parameters, owned = max(
-            (sum(training.stage_parameters(stage).values()), held_bytes(owner, stage)["optimizer"] / 12)
+            (training.trained_parameters(stage), held_bytes(owner, stage)["optimizer"] / 12)
             for stage in training.ends
         )
         # Gradients in float32 to their owners, and weights back in bfloat16 (or gradients in one all-reduce).
@@ -93,8 +93,8 @@ class TrainingSpeed:
 
     def flops(self) -> float:
         """FLOPs of the model in one optimizer step's forward and backward passes over all replicas; recompute adds
-        none."""
-        return 3 * self.workload.batch * sum(self._row_flops())
+        none, and weights with adapters have no gradients."""
+        return (2 if self.training.lora_rank else 3) * self.workload.batch * sum(self._row_flops())
 
     def _row_flops(self) -> tuple[float, float]:
         """Mean FLOPs of one row in a forward pass: decoder and head."""
@@ -118,8 +118,8 @@ class TrainingSpeed:
         kept /= training.layout.context_parallel_size
         between = 2 * kept / (self.cluster.gpu.memory_bandwidth * self.assumptions.memory_bandwidth)
         collectives = self._collectives()
-        # The backward pass has twice the products and twice the memory traffic of the forward pass. Then comes what is
-        # computed again: a layer, or its MLP with one of the two collectives (for experts also their exchange).
+        # The backward pass has twice the products (without gradients of weights once) and twice the memory traffic of
+        # the forward pass. Then comes what is computed again: a layer, or its MLP with one of the two collectives (for experts also their exchange).
         again = products, between, collectives
         if training.recompute == "none":
             again = 0.0, 0.0, 0.0
@@ -128,7 +128,8 @@ class TrainingSpeed:
             share = shape.num_layers * inner * sum(self._lengths) / decoder_flops(shape, self._lengths)
             dropped = 1 - layer_bytes(training) / layer_bytes(replace(training, recompute="none"))
             again = share * decoder / self._rate(), dropped * between, collectives / (1 if shape.num_experts else 2)
-        return products + between + collectives, 2 * products + 2 * between + collectives + sum(again)
+        backward = (1 if training.lora_rank else 2) * products + 2 * between + collectives + sum(again)
+        return products + between + collectives, backward
 
     def _rate(self, in_fp8: bool = True) -> float:
         """FLOP/s of one GPU."""

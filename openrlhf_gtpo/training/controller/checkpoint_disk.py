@@ -42,7 +42,8 @@ def check_room(args: SimpleNamespace, model: Model) -> None:
     needs = [("--ckpt.output_dir", args.ckpt.output_dir, "the trained model", parameters * _WEIGHT_BYTES)]
     if writes_checkpoints(args):
         what = f"one checkpoint of {model.name}"
-        needs.append(("--ckpt.path", args.ckpt.path, what, checkpoint_bytes(parameters)))
+        trained = parameters if args.actor.lora is None else 0  # adapters are small
+        needs.append(("--ckpt.path", args.ckpt.path, what, checkpoint_bytes(trained)))
     for flag, path, what, needed in needs:
         free = free_bytes(path)
         if free is not None and free < needed:

@@ -159,7 +159,6 @@ def test_deepspeed_is_not_held_to_these_rules(command: dict[str, Any]) -> None:
         ),
         ({"--train.enable_ema": True}, "--train.enable_ema"),
         ({"--ds.load_in_4bit": True}, "--ds.load_in_4bit"),
-        ({"--ds.lora.rank": 8}, "--ds.lora.rank"),
         ({"--ds.param_dtype": "fp16"}, "--ds.param_dtype --actor.backend"),
         ({"--ds.tensor_parallel_size": 2}, f"--ds.tensor_parallel_size {TP}"),
         ({"--ds.ring_attn_size": 2}, "--ds.ring_attn_size --megatron.context_parallel_size"),

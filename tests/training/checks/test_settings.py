@@ -123,7 +123,6 @@ def test_a_contradiction_in_the_command_line(refused: Callable[..., str], change
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
-        ({"--ds.lora.rank": 8}, "--ds.lora.rank"),
         ({"--ds.load_in_4bit": True}, "--ds.load_in_4bit"),
         ({"--vllm.num_engines": 0}, "--vllm.num_engines"),
         ({"--vllm.num_engines": -1}, "--vllm.num_engines"),

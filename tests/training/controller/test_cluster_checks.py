@@ -227,10 +227,9 @@ def saving(model: Path | str, path: Path, **ckpt: Any) -> SimpleNamespace:
     values |= {"disable_ds": False, "best_metric_key": "none"} | ckpt
     return SimpleNamespace(
         ckpt=SimpleNamespace(**values),
-        actor=SimpleNamespace(model_name_or_path=str(model)),
+        actor=SimpleNamespace(model_name_or_path=str(model), lora=None),
         eval=SimpleNamespace(dataset=None, steps=-1),
         logger=SimpleNamespace(tensorboard_dir=None),
-        ds=SimpleNamespace(lora=SimpleNamespace(rank=0)),
     )
 
 

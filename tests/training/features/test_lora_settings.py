@@ -1,0 +1,82 @@
+"""These tests catch adapters that are trained with something that they do not go with."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openrlhf_gtpo.lora import LoraOptions
+from openrlhf_gtpo.training import host, run
+from tests.support.command_lines import argv_of, assert_names
+from tests.training.checks.conftest import command, model  # noqa: F401  # fixtures
+
+LORA = {"--ds.lora.rank": 8, "--actor.adam.lr": 1e-5}
+
+
+@pytest.mark.parametrize(
+    ("given", "targets"),
+    [
+        ({}, ("all-linear",)),
+        ({"--ds.lora.target_modules": "all-linear"}, ("all-linear",)),
+        ({"--ds.lora.target_modules": ["q_proj", "v_proj"]}, ("q_proj", "v_proj")),
+    ],
+)
+def test_the_word_for_all_matrices_is_a_word(
+    command: dict[str, Any], given: dict[str, Any], targets: tuple[str, ...]  # noqa: F811
+) -> None:
+    args = run.parse(argv_of(command | LORA | {"--ds.lora.alpha": 32} | given))
+    assert args.actor.lora == LoraOptions(8, 32, targets) and args.actor.lora.scale == 4
+    assert args.ds.lora.target_modules == ("all-linear" if targets == ("all-linear",) else list(targets))
+    run.check(args)
+
+
+def test_the_reference_takes_no_gpu(command: dict[str, Any]) -> None:  # noqa: F811
+    kl = {"--algo.kl.init_coef": 0.01, "--algo.kl.use_loss": True}
+    assert host.gpus_of(run.parse(argv_of(command | kl))).reference == 1
+    assert host.gpus_of(run.parse(argv_of(command | kl | LORA))).reference == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"--ds.lora.target_modules": ["q_proj", "lm_head"]}, "--ds.lora.target_modules lm_head"),
+        ({"--ds.lora.target_modules": "embed_tokens"}, "--ds.lora.target_modules embed_tokens"),
+        ({"--ds.lora.dropout": 0.1}, "--ds.lora.dropout"),
+        ({"--train.enable_ema": True}, "--train.enable_ema --ds.lora.rank"),
+        ({"--actor.optim": "muon", "--ds.zero_stage": 2}, "--actor.optim --ds.lora.rank"),
+        ({"--algo.advantage.estimator": "gae"}, "--ds.lora.rank critic"),
+        ({"--vllm.sync_with_ray": True}, "--vllm.sync_with_ray --ds.lora.rank"),
+        ({"--ds.param_dtype": "fp16"}, "--ds.param_dtype --ds.lora.rank"),
+        ({"--ds.load_in_4bit": True}, "--ds.load_in_4bit"),
+        ({"--ds.use_universal_ckpt": True}, "--ds.use_universal_ckpt --ds.lora.rank"),
+    ],
+    ids=str,
+)
+def test_what_adapters_do_not_go_with(
+    refused: Callable[..., str], changes: dict[str, Any], names: str, no_engine: None
+) -> None:
+    assert_names(refused(LORA | changes), names)
+
+
+def test_a_small_learning_rate_is_named(
+    command: dict[str, Any], capsys: pytest.CaptureFixture[str], no_engine: None  # noqa: F811
+) -> None:
+    for rate, named in ((1e-6, True), (1e-5, False)):
+        run.check(run.parse(argv_of(command | LORA | {"--actor.adam.lr": rate})))
+        assert ("--actor.adam.lr" in capsys.readouterr().err) == named
+
+
+def test_another_base_is_refused_before_anything_starts(
+    refused: Callable[..., str], command: dict[str, Any], tmp_path: Path  # noqa: F811
+) -> None:
+    from openrlhf_gtpo.checkpoints.folder import begin, publish, write_manifest
+    from openrlhf_gtpo.lora.folder import fingerprint
+
+    target = tmp_path / "checkpoints" / "_actor" / "global_step1"
+    temporary = begin(target, whole_folder=True)
+    own = {"rank": 8, "alpha": 16, "targets": ["q_proj"], "base": fingerprint(command["--actor.model_name_or_path"])}
+    write_manifest(temporary, {"lora": own | {"base": "another"}}, {})
+    publish(temporary, target)
+    resume = LORA | {"--ckpt.load_enable": True, "--ckpt.path": tmp_path / "checkpoints"}
+    assert_names(refused(resume), "--ckpt.load_enable other weights of the base model")
