@@ -85,16 +85,16 @@ def _learn(folder: str, rank: int, rate: float) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def _compare(model: Any, parts: list[adapters.Part], tokens: Tensor) -> dict[str, float]:
-    """How far the base and each merge are from the exact policy, and what merging took on this host."""
+    """How far the base and each merge are from the exact policy, and the processor time that merging took."""
     exact = _log_probs(model, tokens)
     bases = [part.weight.data.clone() for part in parts]
     found: dict[str, float] = {}
     with model.disable_adapter():
         found |= _distance("base", exact, _log_probs(model, tokens), tokens)
         for name, merged in MERGES.items():
-            started = time.perf_counter()
+            started = time.process_time()
             weights = [merged(part).float() for part in parts]
-            found[f"{name}_seconds"] = time.perf_counter() - started
+            found[f"{name}_seconds"] = time.process_time() - started
             changed = sum(int((weight != base).sum()) for weight, base in zip(weights, bases, strict=True))
             found[f"{name}_changed"] = changed / sum(base.numel() for base in bases)
             _set(parts, weights)

@@ -12,7 +12,7 @@ import zlib
 import torch
 from torch import Tensor
 
-_ROWS, _COLUMNS, _FIRST, _SECOND = 0x9E3779B1, 0x85EBCA77, 0x7FEB352D, 0x846CA68B  # odd; the last two mix (lowbias32)
+_ROWS, _COLUMNS, _MIX = 0x9E3779B1, 0x85EBCA77, 0x2C1B3C6D  # odd, with their bits spread
 _LOW = 0xFFFF  # the bits of a float32 that bfloat16 has not
 _BLOCK = {"cpu": 2**17}  # elements at a time: a core's cache, or much of a GPU
 _LARGE_BLOCK = 2**24
@@ -64,18 +64,11 @@ def thresholds(
     )
     # In int32, where products wrap around; a shift to the right keeps the sign, and a mask removes it.
     mixed = _wrapped(row)[:, None] + _wrapped(column)
-    mixed ^= (mixed >> 16) & 0xFFFF
-    mixed *= _signed(_FIRST)
-    mixed ^= (mixed >> 15) & 0x1FFFF
-    mixed *= _signed(_SECOND)
-    mixed ^= (mixed >> 16) & 0xFFFF
-    return (mixed >> 8) & _LOW
+    mixed ^= mixed >> 15
+    mixed *= _MIX
+    return mixed.bitwise_right_shift_(16).bitwise_and_(_LOW)
 
 
 def _wrapped(values: Tensor) -> Tensor:
     """Numbers below 2**32 as the int32 with the same bits."""
     return torch.where(values >= 2**31, values - 2**32, values).int()
-
-
-def _signed(value: int) -> int:
-    return value - 2**32 if value >= 2**31 else value
