@@ -1,6 +1,9 @@
 """A causal language model on Megatron-core whose last stage gives log-probs and entropies, never logits."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +17,21 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
+from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy
+from openrlhf_gtpo.lora import LoraOptions
+from openrlhf_gtpo.lora.folder import description
 from openrlhf_gtpo.megatron.fp8 import weights as fp8_weights
 from openrlhf_gtpo.megatron.fp8.fp8 import Fp8
 from openrlhf_gtpo.megatron.fp8.options import Fp8Options, check_fp8_host, check_transformer_engine
+from openrlhf_gtpo.megatron.model.adapters import adapters_of, add_adapters
 from openrlhf_gtpo.megatron.model.bridge import EXPERTS, make_bridge, read_config
 from openrlhf_gtpo.megatron.model.packing import Packed
 from openrlhf_gtpo.megatron.parallel import groups
 from openrlhf_gtpo.megatron.parallel.context import gather_actions
 from openrlhf_gtpo.megatron.parallel.host import device, has_transformer_engine, megatron_calls, on_cuda
 from openrlhf_gtpo.megatron.parallel.layout import Layout
+from openrlhf_gtpo.platform.agreement import from_first_rank
 from openrlhf_gtpo.platform.files import model_folder
 
 
@@ -40,6 +48,8 @@ class ModelOptions:
         overrides: TransformerConfig fields that override all others.
         fp8: which products are in FP8, and how; None for none.
         lm_head_bytes: temporary memory for the LM head, in bytes; None leaves the choice to it.
+        lora: the adapters that are trained in the place of all weights, not with FP8 or experts; None for none.
+        seed: the run's, which the adapters begin with.
     """
 
     layout: Layout = Layout()
@@ -49,6 +59,8 @@ class ModelOptions:
     overrides: dict[str, Any] = field(default_factory=dict)
     fp8: Fp8Options | None = None
     lm_head_bytes: int | None = None
+    lora: LoraOptions | None = None
+    seed: int = 0
 
     @property
     def fp8_primary_weights(self) -> bool:
@@ -140,17 +152,34 @@ class PolicyGPTModel(GPTModel):
 
 @dataclass
 class LoadedModel:
-    """This rank's stage of a model, and the bridge that knows its Hugging Face names."""
+    """This rank's stage of a model, and the bridge that knows its Hugging Face names.
+
+    Fields:
+        lora: what checkpoints say of its adapters (see ``lora.folder``); None if it has none.
+    """
 
     stage: PolicyGPTModel
     bridge: Any
     options: ModelOptions
     fp8: Fp8 | None = None
+    lora: dict[str, Any] | None = None
 
     @property
     def config(self) -> Any:
         """Megatron's TransformerConfig."""
         return self.stage.config
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Forward passes within are the base model's, bit for bit."""
+        adapters = adapters_of(self.stage).values()
+        for each in adapters:
+            each.enabled = False
+        try:
+            yield
+        finally:
+            for each in adapters:
+                each.enabled = True
 
 
 def load_model(
@@ -188,7 +217,12 @@ def load_model(
         # After the weights, because mbridge expects every buffer to be in the checkpoint (0.15.1, core/bridge.py,
         # _weight_name_mapping_mcore_local_to_global).
         fp8 = Fp8(options.fp8, stage, for_training=for_training) if options.fp8 else None
-    return LoadedModel(stage, bridge, options, fp8)
+        lora = None
+        if options.lora is not None:
+            assert fp8 is None and config.model_type != "qwen3_moe", "adapters go with neither FP8 nor experts"
+            names = add_adapters(stage, bridge, options.lora, options.seed)
+            lora = from_first_rank(partial(description, options.lora, names, folder), UsageError)
+    return LoadedModel(stage, bridge, options, fp8, lora)
 
 
 def _build_stage(bridge: Any, options: ModelOptions) -> PolicyGPTModel:

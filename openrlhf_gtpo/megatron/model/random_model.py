@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from openrlhf_gtpo.megatron.fp8 import weights as fp8_weights
+from openrlhf_gtpo.megatron.model.adapters import is_adapter
 from openrlhf_gtpo.megatron.model.policy import LoadedModel, ModelOptions, load_model
 
 WEIGHT_STD = 0.02  # Qwen2.5's initializer_range
@@ -34,6 +35,8 @@ def random_model(config: Mapping[str, Any], options: ModelOptions, seed: int) ->
         parameters = dict(model.stage.named_parameters())
         generator = torch.Generator(next(iter(parameters.values())).device).manual_seed(seed)
         for name, parameter in parameters.items():
+            if is_adapter(name):
+                continue
             if "norm" in name:
                 parameter.fill_(1.0)
             elif name.endswith("bias"):

@@ -1,0 +1,229 @@
+"""Low-rank adapters beside the products of Megatron's decoder layers.
+
+A product is one matrix here and up to three of Hugging Face's: QKV, gate and up. Each of those has an adapter of its
+own, W + scale · B·A, so that a run equals one with PEFT and the adapters go into a folder of PEFT's. The parts of B
+lie along the rows of a column-parallel product, those of A along the columns of a row-parallel one; the other factor
+is on every rank. What ranks exchange is therefore as wide as the adapters' ranks, and under sequence parallelism each
+rank has only its tokens' part of the other factor's gradient, which Megatron sums over the TP group.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from openrlhf_gtpo.lora import ALL_LINEAR, LoraOptions
+from openrlhf_gtpo.lora.init import initial_a
+from openrlhf_gtpo.lora.merge import merge
+from openrlhf_gtpo.megatron.model.layers import rms_norm
+from openrlhf_gtpo.platform.agreement import all_gather_objects
+
+_COLUMN, _ROW = ("linear_qkv", "linear_fc1"), ("linear_proj", "linear_fc2")
+_SUFFIX = "_adapters"  # of a product's name; in Megatron's names of these modules and their parameters, and no others
+
+
+def is_adapter(name: str) -> bool:
+    """True for Megatron's names of adapters' parameters."""
+    return f"{_SUFFIX}." in name
+
+
+class Adapters(torch.nn.Module):
+    """The adapters of one product, or this rank's parts of them: ``q_proj_A`` (r, in), ``q_proj_B`` (out, r), ….
+
+    Args:
+        linear: the product, whose outputs on this rank are ``groups`` × the ``sizes`` of Hugging Face's matrices.
+        names: Hugging Face's names of those matrices' weights, in the order of ``sizes``.
+        is_column: TP shards the product's outputs; otherwise its inputs.
+        seed: the run's; A is drawn whole and then cut, so that every layout starts with the same.
+    """
+
+    def __init__(
+        self,
+        linear: torch.nn.Module,
+        names: list[str],
+        sizes: list[int],
+        groups: int,
+        is_column: bool,
+        options: LoraOptions,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        self.names, self.enabled = names, True
+        self._sizes, self._groups, self._is_column, self._scale = sizes, groups, is_column, options.scale
+        self._config: Any = linear.config
+        tp, rank = parallel_state.get_tensor_model_parallel_world_size(), self._tp_rank
+        weight: Any = linear.weight
+        inputs = weight.shape[1]
+        for (name, part), size in zip(self._parts(), sizes, strict=True):
+            if not is_target(name, options):
+                continue
+            a = initial_a(options.rank, inputs if is_column else inputs * tp, name, seed)
+            a = a if is_column else a.split(inputs, dim=1)[rank].contiguous()
+            self._add(f"{part}_A", a.to(weight), None if is_column else 1)
+            self._add(f"{part}_B", weight.new_zeros(groups * size, options.rank), 0 if is_column else None)
+
+    def _add(self, name: str, values: Tensor, sharded_dim: int | None) -> None:
+        parameter: Any = torch.nn.Parameter(values)
+        set_tensor_model_parallel_attributes(
+            parameter, sharded_dim is not None, -1 if sharded_dim is None else sharded_dim, 1
+        )
+        parameter.sequence_parallel = self._config.sequence_parallel and sharded_dim is None
+        self.register_parameter(name, parameter)
+
+    def _parts(self) -> Iterator[tuple[str, str]]:
+        """Names of the weights, such as model.layers.0.self_attn.q_proj.weight, and their parts such as q_proj."""
+        return ((name, name.split(".")[-2]) for name in self.names)
+
+    @property
+    def _tp_rank(self) -> int:
+        return parallel_state.get_tensor_model_parallel_rank()
+
+    def pairs(self) -> Iterator[tuple[str, Any, Any]]:
+        """Hugging Face's name of each weight that has an adapter, and this rank's part of its A and B."""
+        for name, part in self._parts():
+            if hasattr(self, f"{part}_A"):
+                yield name, getattr(self, f"{part}_A"), getattr(self, f"{part}_B")
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(s, b, in), what the product multiplies on this rank, to (s, b, out), what is added to its output."""
+        pairs = {name: (a, b) for name, a, b in self.pairs()}
+        narrow = F.linear(hidden, torch.cat([a for a, _ in pairs.values()])) * self._scale
+        narrow = self._exchange(narrow)
+        each = dict(zip(pairs, narrow.chunk(len(pairs), dim=-1), strict=True))
+        outputs = []
+        for name, size in zip(self.names, self._sizes, strict=True):
+            if name in pairs:
+                outputs.append(F.linear(each[name], pairs[name][1]).unflatten(-1, (self._groups, size)))
+            else:
+                outputs.append(narrow.new_zeros(*narrow.shape[:-1], self._groups, size))
+        return torch.cat(outputs, dim=-1).flatten(-2)
+
+    def _exchange(self, narrow: Tensor) -> Tensor:
+        """What this rank's B multiplies: the products with A of all tokens whose outputs it has, over all inputs."""
+        if self._config.sequence_parallel:
+            column, row = gather_from_sequence_parallel_region, reduce_scatter_to_sequence_parallel_region
+        else:
+            column, row = copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
+        return column(narrow) if self._is_column else row(narrow)
+
+    def add_to(self, linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> Any:
+        """The forward hook of the product ``linear``."""
+        if not self.enabled:
+            return output
+        hidden = inputs[0]
+        if self._is_column:
+            # Normalized once more, as the product's own norm is not in its output.
+            norm = rms_norm if self._config.portable_layers else _fused_norm
+            hidden = norm(hidden, linear.layer_norm_weight, self._config.layernorm_epsilon)
+        return output[0] + self(hidden), output[1]
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """This rank's part of the product's weight (O, I), with its adapters merged into it."""
+        pairs = {name: (a, b) for name, a, b in self.pairs()}
+        parts = []
+        for name, part in zip(
+            self.names, weight.unflatten(0, (self._groups, -1)).split(self._sizes, dim=1), strict=True
+        ):
+            matrix = part.flatten(0, 1)
+            if name in pairs:
+                place = self._tp_rank * matrix.shape[0 if self._is_column else 1]
+                offset = (place, 0) if self._is_column else (0, place)
+                matrix = merge(matrix, *pairs[name], self._scale, name, offset)
+            parts.append(matrix.view(part.shape))
+        return torch.cat(parts, dim=1).flatten(0, 1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Megatron's default takes all parameters of a module that it does not know for replicated ones."""
+        assert metadata is not None
+        dims = {n: p.partition_dim for n, p in self.named_parameters() if p.tensor_model_parallel}
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            dims,
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+def is_target(name: str, options: LoraOptions) -> bool:
+    """True if the weight of that name of Hugging Face's gets an adapter."""
+    return options.targets == ALL_LINEAR or name.split(".")[-2] in options.targets
+
+
+def _fused_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """:func:`rms_norm` as Transformer Engine rounds it, which keeps no float32 copies for the backward pass."""
+    return F.rms_norm(hidden, weight.shape, weight, eps)
+
+
+def add_adapters(stage: Any, bridge: Any, options: LoraOptions, seed: int) -> list[str]:
+    """Freeze ``stage``, give its products adapters, and return Hugging Face's names of the modules that have one.
+
+    After its weights are loaded, since mbridge looks for all parameters in the checkpoint.
+    """
+    config, adapted = stage.config, []
+    stage.requires_grad_(False)
+    for local_name, name in bridge._weight_name_mapping_mcore_local_to_global(stage).items():
+        path, _, product = local_name.removesuffix(".weight").rpartition(".")
+        if not local_name.endswith(".weight") or product not in (*_COLUMN, *_ROW):
+            continue
+        names = bridge._weight_name_mapping_mcore_to_hf(name)
+        if not any(is_target(weight, options) for weight in names):
+            continue
+        parent = stage.get_submodule(path)
+        linear = getattr(parent, product)
+        groups, outputs = 1, linear.weight.shape[0]
+        sizes = [outputs // len(names)] * len(names)
+        if product == "linear_qkv":
+            # Each group of queries is followed by its keys and values.
+            head, queries = config.kv_channels, config.num_attention_heads // config.num_query_groups
+            sizes = [queries * head, head, head]
+            groups = outputs // sum(sizes)
+        adapters = Adapters(linear, names, sizes, groups, product in _COLUMN, options, seed)
+        parent.add_module(product + _SUFFIX, adapters)
+        linear.register_forward_hook(adapters.add_to)
+        adapted += [weight.removesuffix(".weight") for weight, _, _ in adapters.pairs()]
+    if stage.pre_process:
+        # A recomputed layer gets gradients only if its input wants them, which a frozen embedding's output does not.
+        stage.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
+    return adapted
+
+
+def adapters_of(stage: torch.nn.Module) -> dict[str, Adapters]:
+    """A stage's adapters by the names of the weights that they are beside."""
+    modules = ((name, module) for name, module in stage.named_modules() if isinstance(module, Adapters))
+    return {f"{name.removesuffix(_SUFFIX)}.weight": module for name, module in modules}
+
+
+@torch.no_grad()
+def full_adapters(stage: torch.nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    """A (r, in) and B (out, r) of the whole model on the CPU of each rank of a replica, by Hugging Face's names of the
+    modules, such as model.layers.0.mlp.up_proj. Collective."""
+    own = {}
+    for adapters in adapters_of(stage).values():
+        for name, a, b in adapters.pairs():
+            own[name.removesuffix(".weight")] = _whole(a).cpu(), _whole(b).cpu()
+    stages = all_gather_objects(own, parallel_state.get_pipeline_model_parallel_group())
+    return {name: pair for pairs in stages for name, pair in pairs.items()}
+
+
+def _whole(parameter: Any) -> Tensor:
+    if not parameter.tensor_model_parallel:
+        return parameter.detach()
+    group = parallel_state.get_tensor_model_parallel_group()
+    parts = [torch.empty_like(parameter) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, parameter.detach(), group=group)
+    return torch.cat(parts, dim=parameter.partition_dim)
