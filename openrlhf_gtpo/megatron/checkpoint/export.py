@@ -15,8 +15,10 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 
 from openrlhf_gtpo.checkpoints.folder import CheckpointWriteError
+from openrlhf_gtpo.lora.folder import ADAPTER, write_adapter
 from openrlhf_gtpo.megatron.checkpoint.state import dtype_name, model_and_trainer
 from openrlhf_gtpo.megatron.fp8.weights import in_high_precision
+from openrlhf_gtpo.megatron.model.adapters import full_adapters
 from openrlhf_gtpo.megatron.model.policy import LoadedModel
 from openrlhf_gtpo.megatron.model.weights import FullWeights
 from openrlhf_gtpo.megatron.train.trainer import Trainer
@@ -29,7 +31,8 @@ BUCKET_BYTES = 64 * 2**20  # gathered at once
 def save_hf(
     target: Trainer | LoadedModel, source: str | Path, directory: str | Path, *, shard_bytes: int = 5 * 10**9
 ) -> None:
-    """Write the model as a Hugging Face folder, in its own dtype (collective; the first rank writes).
+    """Write the model as a Hugging Face folder, in its own dtype (collective; the first rank writes). Adapters are
+    merged into it, and written beside it in ``adapter/``, as PEFT does.
 
     FP8 primary weights come from a trainer's float32 ones; a model alone gives what FP8 has left of them.
 
@@ -48,6 +51,7 @@ def save_hf(
     directory = Path(directory)
     temporary = from_first_rank(lambda: _begin(directory), CheckpointWriteError)
     weights = FullWeights(model, BUCKET_BYTES, read)
+    adapters = full_adapters(model.stage)
     dtype = model.options.dtype
     shapes = {
         name: torch.empty(shape, dtype=dtype, device="meta") for bucket in weights.buckets for name, shape in bucket
@@ -67,6 +71,8 @@ def save_hf(
             index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
             (temporary / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         copy_side_files(source, temporary, dtype=dtype_name(model))
+        if model.options.lora is not None:
+            write_adapter(temporary / ADAPTER, adapters, model.options.lora, str(source))
         share_weights(temporary)
         _publish(temporary, directory)
 
@@ -128,6 +134,8 @@ def _publish(temporary: Path, directory: Path) -> None:
     new = {path.name for path in temporary.iterdir()}
     stale = [path for path in (directory / INDEX, *directory.glob("model*.safetensors")) if path.name not in new]
     for path in temporary.iterdir():
+        if path.is_dir():  # which replaces no folder that has files
+            shutil.rmtree(directory / path.name, ignore_errors=True)
         os.replace(path, directory / path.name)
     for path in stale:
         path.unlink(missing_ok=True)

@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from openrlhf_gtpo.megatron.fp8.weights import in_high_precision
+from openrlhf_gtpo.megatron.model.adapters import adapters_of, is_adapter
 from openrlhf_gtpo.megatron.model.bridge import EXPERTS
 from openrlhf_gtpo.megatron.model.policy import LoadedModel
 from openrlhf_gtpo.megatron.parallel.host import device
@@ -51,7 +52,8 @@ class _Parameter:
 
 
 class FullWeights:
-    """The whole model on every rank of a replica, under Hugging Face's names; a tied head is not repeated.
+    """The whole model on every rank of a replica, under Hugging Face's names; a tied head is not repeated. Each rank
+    merges its parts of adapters into its parts of the weights before they are gathered.
 
     Collective: all ranks of a replica construct it, and fill or iterate over it, together; if replicas share the
     experts, so do all ranks of those replicas.
@@ -70,7 +72,8 @@ class FullWeights:
     ) -> None:
         self._model = model
         self._read = read
-        self._parameters = dict(model.stage.named_parameters())
+        self._parameters = {name: p for name, p in model.stage.named_parameters() if not is_adapter(name)}
+        self._adapters = adapters_of(model.stage)
         self._tp = parallel_state.get_tensor_model_parallel_group()
         # TP ranks within EP ranks. Experts are sharded over TP like everything else.
         self._experts = parallel_state.get_expert_tensor_and_model_parallel_group()
@@ -169,7 +172,13 @@ class FullWeights:
             if parameter.is_split:
                 yield next(experts if parameter.is_expert else dense)
             else:
-                yield [self._read(self._parameters[parameter.local_name])]
+                yield [self._values(parameter)]
+
+    def _values(self, parameter: _Parameter) -> Tensor:
+        """This rank's part of a parameter."""
+        values = self._read(self._parameters[parameter.local_name])
+        adapters = self._adapters.get(parameter.local_name)
+        return values if adapters is None else adapters.merged(values)
 
     def _all_gather(
         self, parameters: list[_Parameter], group: torch.distributed.ProcessGroup
@@ -177,8 +186,7 @@ class FullWeights:
         """Gather every rank's part of each parameter over ``group``, in one collective."""
         if not parameters:
             return
-        values = (self._read(self._parameters[parameter.local_name]) for parameter in parameters)
-        flat = torch.cat([shard.reshape(-1) for shard in values])
+        flat = torch.cat([self._values(parameter).reshape(-1) for parameter in parameters])
         gathered = [torch.empty_like(flat) for _ in range(group.size())]
         torch.distributed.all_gather(gathered, flat, group=group)
         ranks = [rank_values.split([parameter.shape.numel() for parameter in parameters]) for rank_values in gathered]
