@@ -13,6 +13,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from openrlhf_gtpo.megatron.fp8.fp8 import STATE
 from openrlhf_gtpo.megatron.fp8.weights import in_high_precision, is_fp8
+from openrlhf_gtpo.megatron.model.adapters import is_adapter
 from openrlhf_gtpo.megatron.model.policy import LoadedModel
 from openrlhf_gtpo.megatron.parallel.host import megatron_calls, on_cuda
 from openrlhf_gtpo.megatron.train.trainer import Trainer
@@ -35,11 +36,14 @@ def dtype_name(model: LoadedModel) -> str:
 
 
 def sharded_state(model: LoadedModel, trainer: Trainer | None, *, is_loading: bool) -> dict[str, Any]:
-    """Megatron's sharded state dict of the model and, if there is a trainer, its optimizer (collective)."""
+    """Megatron's sharded state dict of the model, or its adapters if it has any, and, if there is a trainer, its
+    optimizer (collective)."""
     with megatron_calls():
         if trainer is not None:
             trainer.gather_parameters()
         state = {"model": model.stage.sharded_state_dict(metadata=dict(METADATA))}
+        if model.lora is not None:
+            state["model"] = {key: part for key, part in state["model"].items() if is_adapter(key)}
         if trainer is not None:
             _allocate(trainer.optimizer)
             state["optimizer"] = trainer.optimizer.sharded_state_dict(
@@ -64,7 +68,8 @@ def apply(loaded: dict[str, Any], model: LoadedModel, trainer: Trainer | None) -
     """Put what Megatron has read for :func:`sharded_state` into place."""
     with megatron_calls(), torch.no_grad():
         unfit = model.stage.load_state_dict(loaded["model"], strict=False)
-        wrong = [key for key in (*unfit.missing_keys, *unfit.unexpected_keys) if not _may_be_absent(key)]
+        missing = [key for key in unfit.missing_keys if model.lora is None or is_adapter(key)]
+        wrong = [key for key in (*missing, *unfit.unexpected_keys) if not _may_be_absent(key)]
         assert not wrong, f"keys were compared before anything was read: {wrong}"
         if trainer is not None:
             parts = trainer.optimizer.chained_optimizers
