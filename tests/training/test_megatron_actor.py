@@ -15,6 +15,7 @@ from openrlhf_gtpo.megatron.model.policy import ModelOptions
 from openrlhf_gtpo.megatron.parallel import groups
 from openrlhf_gtpo.training.actors import megatron_actor
 from tests.support.actor_program import run_actor, start_actor
+from tests.support.lora_program import run_steps, written
 from tests.support.offload_program import run_policy, run_reference
 from tests.support.rank_pool import RankPool
 from tests.support.rollouts import arguments
@@ -101,6 +102,21 @@ def test_the_reference_rests_between_its_forwards(actor_model: str, pools: tuple
         reserved, found = pools[0].run(run_reference, actor_model, [*argv, flag])[0]
         assert found == expected and found[0] == found[1]
         assert reserved == [set()] * 3
+
+
+def test_the_reference_is_the_policy_without_its_adapters(
+    actor_model: str, tmp_path: Path, pools: tuple[RankPool, RankPool]
+) -> None:
+    """Bit for bit, in each rollout; the engines, and whoever loads the trained model, get the policy with them."""
+    argv = [*COMMON, *ALGORITHMS["gtpo"], TP, "2", "--megatron.sequence_parallel", "--megatron.offload"]
+    argv += ["--ds.lora.rank", "4", "--ds.lora.alpha", "8", "--ds.lora.target_modules", "all-linear"]
+    found = pools[1].run(run_steps, "megatron", actor_model, argv, 2, str(tmp_path / "saved"), str(tmp_path / "model"))
+    exported = written(tmp_path / "model")
+    for rank in found:
+        assert all(log_probs == rank["base"] for log_probs in rank["reference"])
+        assert rank["trained"] != rank["base"]
+    assert set(found[0]["sent"]) == set(exported)
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in found[0]["sent"].items())
 
 
 def test_the_lm_heads_memory_is_given_in_mib(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -50,21 +51,30 @@ class MegatronModelActor(BaseModelActor):
         self._setup_distributed(strategy)
         groups.initialize(layout_of(args), args.train.seed)
         with refusals_name_flags():  # what this GPU cannot do in FP8
-            self.model = load_model(source, _model_options(args), for_training=self.trains)
+            options = _model_options(args)
+            self.model = load_model(
+                source, options if self.trains else replace(options, lora=None), for_training=self.trains
+            )
 
     def execute_batch(self, method_name: str, all_data: dict[str, list], start_idx: int, end_idx: int) -> list[Any]:
         """Like upstream's; a forward takes its micro-batches from all entries dispatched, not one entry at a time, and
-        maps each entry's (b, t) tokens to (b, a) values on the CPU, on every rank of the replica."""
-        if method_name != "forward":
+        maps each entry's (b, t) tokens to (b, a) values on the CPU, on every rank of the replica. That of the
+        reference gives the log-probs without adapters."""
+        if method_name not in ("forward", "forward_reference"):
             return super().execute_batch(method_name, all_data, start_idx, end_idx)
         columns = [all_data[name][start_idx:end_idx] for name in ("sequences", "attention_mask", "action_mask")]
-        return self._forward_all(list(zip(*columns, strict=True)))
+        batches = list(zip(*columns, strict=True))
+        return self._forward_all(batches) if method_name == "forward" else self._forward_reference(batches)
 
     def _forward_all(self, batches: list[PaddedBatch]) -> list[Any]:
         args = self.strategy.args
         per_gpu = args.rollout.max_tokens_per_gpu or args.train.max_tokens_per_gpu
         budget = per_gpu * args.megatron.context_parallel_size
         return forward_padded(batches, budget, partial(schedule.forward, self.model))
+
+    def _forward_reference(self, batches: list[PaddedBatch]) -> list[Any]:
+        with self.model.without_adapters():
+            return [result.log_probs for result in MegatronModelActor._forward_all(self, batches)]
 
 
 class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
@@ -107,6 +117,10 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
             with fp8.high_precision() if fp8 and self.high_precision else nullcontext():
                 results = super()._forward_all(batches)
             return results if captures_entropy(self.strategy.args) else [result.log_probs for result in results]
+
+    def _forward_reference(self, batches: list[PaddedBatch]) -> list[Any]:
+        self.offload.restore(optimizer=False)
+        return super()._forward_reference(batches)
 
     def set_high_precision(self, on: bool) -> None:
         """Set whether forward passes from now on do without FP8."""
@@ -227,6 +241,8 @@ def _model_options(args: SimpleNamespace) -> ModelOptions:
         overrides=parse_overrides(args.megatron.override),
         fp8=fp8_of(args),
         lm_head_bytes=args.megatron.lm_head_mb and args.megatron.lm_head_mb * 2**20,
+        lora=args.actor.lora,
+        seed=args.train.seed,
     )
 
 
