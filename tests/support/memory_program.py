@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from openrlhf_gtpo.lora import LoraOptions
 from openrlhf_gtpo.megatron.model.policy import ModelOptions
 from openrlhf_gtpo.megatron.model.random_model import random_model
 from openrlhf_gtpo.megatron.parallel.layout import Layout
@@ -25,14 +26,18 @@ from tests.support.training_program import batch_of, gtpo_loss
 _STEP = "planner: step"
 
 
-def measure(config: dict, layout: Layout, recompute: str, distributed: bool, rows: list) -> dict[str, Any]:
+def measure(
+    config: dict, layout: Layout, recompute: str, distributed: bool, rows: list, lora_rank: int = 0
+) -> dict[str, Any]:
     """Bytes on this rank: ``weights``, ``gradients``, ``optimizer``, and ``beside``, the most a step adds to them.
 
     Args:
         rows: (tokens of the rows, lengths of the prompts) per micro-batch; every replica gets all of them.
+        lora_rank: of adapters that are trained in the place of the weights.
     """
     with on(layout), _products_are_zeros():
-        model = random_model(config, ModelOptions(layout=layout, recompute=recompute), seed=1)
+        lora = LoraOptions(lora_rank, 2 * lora_rank) if lora_rank else None
+        model = random_model(config, ModelOptions(layout=layout, recompute=recompute, lora=lora), seed=1)
         trainer = Trainer(model, OptimizerOptions(distributed=distributed))
         batches = [batch_of(*row) for row in rows]
         loss = gtpo_loss(batches, list(range(len(batches))), 1000.0, False)

@@ -121,15 +121,18 @@ def layer_bytes(training: Training) -> float:
     hidden = 2 * training.shape.hidden_size * training.spread
     if training.recompute == "full":
         return hidden
-    norm, attention = _norm(training), _attention(training)
+    norm, attention = _norm(training), _attention(training) + _adapters(training, 4)
     if training.recompute == "selective":
         return norm + attention + (norm if training.shape.num_experts else hidden)
-    return 2 * norm + attention + _mlp(training) + _adapters(training)
+    return 2 * norm + attention + _mlp(training) + _adapters(training, 0 if training.shape.num_experts else 3)
 
 
-def _adapters(training: Training) -> float:
-    """Bytes per token that adapters keep: the products with A, of the seven matrices of attention and a dense MLP."""
-    return 2.0 * training.lora_rank * (4 if training.shape.num_experts else 7)
+def _adapters(training: Training, products: int) -> float:
+    """Bytes per token that the adapters of attention or a dense MLP keep, of so many Hugging Face ``products``: what
+    comes from A, and the input, which is normalized once more for them."""
+    if not training.lora_rank or not products:
+        return 0.0
+    return 2 * training.lora_rank * products + (2 * training.shape.hidden_size + 4) * training.spread
 
 
 def _norm(training: Training) -> float:

@@ -60,6 +60,7 @@ class Case:
     rows: tuple[int, ...] = (700, 500)
     micro_batches: int = 1
     model: dict = field(default_factory=dict)
+    lora_rank: int = 0
 
     @property
     def layout(self) -> Layout:
@@ -82,6 +83,7 @@ class Case:
             distributed_optimizer=self.distributed,
             local=True,
             short_rows=max(self.rows) < SHORT_ROW,
+            lora_rank=self.lora_rank,
         )
 
 
@@ -98,6 +100,9 @@ SEEN = {
     "PP2-DP2-full": Case(pipeline=2, micro_batches=3, rows=(900,), recompute="full"),
     "PP4-selective": Case(pipeline=4, micro_batches=5, rows=(600,), recompute="selective"),
     "TP2-SP-PP2": Case(tensor=2, pipeline=2, sequence_parallel=True, micro_batches=3, rows=(900,)),
+    "one-lora": Case(world=1, lora_rank=8),
+    "one-lora-full": Case(world=1, recompute="full", lora_rank=8),
+    "TP2-SP-DP2-lora": Case(tensor=2, sequence_parallel=True, lora_rank=8),
 }
 UNSEEN = {
     "one-qwen3-tied": Case(world=1, rows=(1200,), model=WIDE_HEADS | {"tie_word_embeddings": True}),
@@ -122,7 +127,7 @@ def measured_and_planned(case: Case, pool: RankPool) -> list[tuple[dict[str, flo
         (ragged_rows(case.config["vocab_size"], list(case.rows), seed=i), [PROMPT] * len(case.rows))
         for i in range(case.micro_batches)
     ]
-    measured = pool.run(measure, case.config, case.layout, case.recompute, case.distributed, rows)
+    measured = pool.run(measure, case.config, case.layout, case.recompute, case.distributed, rows, case.lora_rank)
     training, both = case.training(), []
     for rank, found in enumerate(measured):
         stage = rank // case.tensor % case.pipeline
@@ -133,7 +138,7 @@ def measured_and_planned(case: Case, pool: RankPool) -> list[tuple[dict[str, flo
 
 
 # benchmarks/studies/planner_memory.py measures all of SEEN and UNSEEN.
-OF_SEEN = ("one-full", "one-selective-short", "TP2-SP-DP2", "PP4-selective")
+OF_SEEN = ("one-full", "one-selective-short", "TP2-SP-DP2", "PP4-selective", "TP2-SP-DP2-lora")
 
 
 @pytest.mark.parametrize("name", [*OF_SEEN, *UNSEEN])
@@ -163,6 +168,12 @@ def test_what_saves_memory_does() -> None:
     assert peak(recompute="full") < peak(recompute="selective") < peak()
     assert peak(tensor=2, sequence_parallel=True) < peak(tensor=2) < peak()
     assert peak() < peak(distributed=False)
+
+
+def test_adapters_take_an_eighth_of_what_is_held() -> None:
+    """The held bytes of both are measured above."""
+    whole, adapters = (sum(held_bytes(SEEN[name].training(), 0).values()) for name in ("one", "one-lora"))
+    assert adapters / whole == pytest.approx(0.13, abs=0.01)
 
 
 def test_fp8_keeps_inputs_in_a_byte_and_weights_twice_more() -> None:
