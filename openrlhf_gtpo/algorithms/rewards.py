@@ -45,3 +45,39 @@ def length_penalty(
     width = hard_limit - soft_limit if form == "continuous" else hard_limit
     slope = (soft_limit - lengths.double()) / width
     return torch.where(lengths > hard_limit, -1.0, slope.clamp_max(0)).float()
+
+
+def group_relative_penalty(lengths: Tensor, won: Tensor, group_ids: Tensor) -> Tensor:
+    """R(i) by the lengths of a response's own group: GROP, of Appendix D of the paper's revision, at second hand.
+
+    The revision's text was not available; this is what public descriptions and code say of it. p is the share of a
+    group's responses that are right. If p >= 3/4, the right ones are penalized, with a knee L from their lengths; if
+    p <= 1/4, none is; otherwise the right ones if they are the majority, or else the wrong ones, with L from all
+    lengths. L is max((min + max) / 2, mean) of those lengths. R is 0 below L, -1/2 from 2 L on, and -(|o| - L) / 2 L
+    in between.
+
+    Args:
+        lengths: (B,) int, action tokens per response.
+        won: (B,) bool, True for rows of O+.
+        group_ids: (B,) int, equal for the responses to one prompt; rows of a group need not be adjacent.
+
+    Returns:
+        (B,) float32 in [-1/2, 0].
+    """
+    ids, group = group_ids.unique(return_inverse=True)
+    lengths = lengths.double()
+    everyone = torch.ones_like(won)
+
+    def of_group(values: Tensor, rows: Tensor, reduce: str) -> Tensor:
+        """(B,) the reduced ``values`` of those of a row's group that are in ``rows``, 0 if none is."""
+        empty = values.new_zeros(len(ids))
+        return empty.scatter_reduce(0, group[rows], values[rows], reduce, include_self=False)[group]
+
+    def knee(rows: Tensor) -> Tensor:
+        middle = (of_group(lengths, rows, "amin") + of_group(lengths, rows, "amax")) / 2
+        return torch.maximum(middle, of_group(lengths, rows, "mean"))
+
+    share = of_group(won.double(), everyone, "mean")
+    penalized = torch.where(share > 0.5, won, ~won) & (share > 0.25)
+    bound = torch.where(share >= 0.75, knee(won), knee(everyone)).clamp_min(1e-9)  # 0 if no row has a token
+    return (-(lengths / bound - 1).clamp(0, 1) / 2).where(penalized, 0).float()

@@ -1,9 +1,10 @@
-"""R(i) of section 4.5.1 in both forms."""
+"""R(i): of section 4.5.1 in both forms, and within groups."""
 
 import pytest
 import torch
 
-from openrlhf_gtpo.algorithms import length_penalty
+from openrlhf_gtpo.algorithms import group_relative_penalty, length_penalty
+from tests.support.algorithms_reference import grop_list
 
 
 def by_definition(length, soft, hard, form):
@@ -41,3 +42,45 @@ def test_refusals(arguments, message):
     lengths, *rest = arguments
     with pytest.raises(ValueError, match=message):
         length_penalty(torch.tensor(lengths), *rest)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 7, 8])
+def test_group_relative_penalty_is_the_loops(size):
+    """With every number of right responses, groups shuffled, lengths that tie, and rows without tokens."""
+    g = torch.Generator().manual_seed(size)
+    won = torch.cat([torch.arange(size) < right for right in range(size + 1)])
+    group_ids = torch.arange(size + 1).repeat_interleave(size) * 7 - 11
+    for _ in range(20):
+        order = torch.randperm(len(won), generator=g)
+        lengths = torch.randint(0, 12, (len(won),), generator=g)
+        got = group_relative_penalty(lengths, won[order], group_ids[order])
+        assert got.dtype == torch.float32 and -0.5 <= got.min() and got.max() <= 0
+        expected = torch.tensor(grop_list(lengths, won[order], group_ids[order]))
+        torch.testing.assert_close(got, expected.float(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("right", "lengths", "expected"),
+    [
+        ("1110", [2, 4, 12, 40], [0.0, 0.0, -0.5 * 5 / 7, 0.0]),  # easy: the right ones, the knee (2 + 12) / 2
+        ("1000", [40, 1, 1, 1], [0.0, 0.0, 0.0, 0.0]),  # hard: none
+        ("11100", [1, 1, 9, 9, 30], [0.0, 0.0, 0.0, 0.0, 0.0]),  # the right ones, the knee 15.5 of all
+        ("11100", [31, 1, 1, 1, 1], [-0.5 * 15 / 16, 0.0, 0.0, 0.0, 0.0]),
+        ("1100", [40, 1, 1, 40], [0.0, 0.0, 0.0, -0.5 * (40 - 20.5) / 20.5]),  # a draw: the wrong ones
+        ("1111", [1, 2, 2, 100], [0.0, 0.0, 0.0, -0.5 * (100 - 50.5) / 50.5]),
+        ("1111", [3, 3, 3, 3], [0.0, 0.0, 0.0, 0.0]),  # at the knee
+        ("11110", [1, 1, 1, 0, 9], [-0.5 * 0.25 / 0.75] * 3 + [0.0, 0.0]),  # the mean, 0.75, is above the middle
+    ],
+)
+def test_group_relative_penalty_by_hand(right, lengths, expected):
+    won = torch.tensor([letter == "1" for letter in right])
+    got = group_relative_penalty(torch.tensor(lengths), won, torch.zeros(len(won), dtype=torch.long))
+    torch.testing.assert_close(got, torch.tensor(expected))
+
+
+def test_group_relative_penalty_goes_to_the_longest_and_stays_above_a_half():
+    """L is at least (min + max) / 2, so no response with tokens beside it in its group is longer than 2 L."""
+    won, group_ids = torch.ones(8, dtype=torch.bool), torch.zeros(8, dtype=torch.long)
+    for longest in (10, 20, 1000):
+        penalty = group_relative_penalty(torch.tensor([10] * 7 + [longest]), won, group_ids)
+        assert not penalty[:7].any() and bool(penalty[7] < 0) == (longest > 10) and penalty[7] > -0.5

@@ -171,6 +171,27 @@ def loss(log_probs, old_log_probs, advantages, mask, level, low, high, ratio_mea
     return sum(x for x, _ in units) / n, sum(c for _, c in units) / n, sum(kl) / len(kl)
 
 
+def grop_list(lengths, won, group_ids, gamma=0.75):
+    lengths, won = [int(x) for x in lengths], [bool(x) for x in won]
+    out = [0.0] * len(lengths)
+    for rows in groups_of(group_ids):
+        right = [i for i in rows if won[i]]
+        wrong = [i for i in rows if not won[i]]
+        share = len(right) / len(rows)
+        if share >= gamma:
+            penalized, compared = right, right
+        elif share <= 1 - gamma:
+            continue
+        else:
+            penalized, compared = (right if len(right) > len(wrong) else wrong), rows
+        of = [lengths[i] for i in compared]
+        knee = max((min(of) + max(of)) / 2, arithmetic_mean(of))
+        for i in penalized:
+            if 0 < knee <= lengths[i]:
+                out[i] = -0.5 if lengths[i] >= 2 * knee else -0.5 * (lengths[i] - knee) / knee
+    return out
+
+
 def ragged_batch(seed, num_groups=3, num_columns=7, empty_row=False, dtype=torch.float64, pad=float("nan")):
     """Groups of 2 to 5 rows, shuffled; masks with holes and offsets; junk where the mask is False."""
     g = torch.Generator().manual_seed(seed)

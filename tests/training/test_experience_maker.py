@@ -34,6 +34,7 @@ from openrlhf_gtpo.report import names
 from openrlhf_gtpo.training.credit.experiences import ExperienceMaker
 from openrlhf_gtpo.training.settings.algorithms import AGGREGATION
 from tests.support import rollouts
+from tests.support.algorithms_reference import grop_list
 from tests.support.rollouts import PAD, Rollout, arguments, in_sampling_order, maker, rollout
 
 # How micro-batches are cut: in order, or balanced by length over the ranks (rows permuted, widths differ).
@@ -327,6 +328,18 @@ def test_overlong_penalty_is_added_after_shaping(
     penalty = penalty_of(batch, hard - buffer, hard, form, factor)
     assert (penalty < 0).sum() > 2
     assert_penalised(estimator, experiences, batch, penalty)
+
+
+@pytest.mark.parametrize("estimator", ["gtpo", "grpo_s"])
+def test_the_group_relative_penalty_needs_no_buffer(
+    estimator: str, layout: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = rollout(seed=9)
+    form = ("--reward.overlong_form", "group_relative", "--reward.overlong_penalty_factor", "0.5")
+    _, experiences = make(arguments("--algo.advantage.estimator", estimator, *form, *layout), batch, monkeypatch)
+    penalty = 0.5 * torch.tensor(grop_list(batch.mask.sum(-1), success(batch.outcome), batch.group_ids))
+    assert (penalty < 0).sum() > 2
+    assert_penalised(estimator, experiences, batch, penalty.float())
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64])

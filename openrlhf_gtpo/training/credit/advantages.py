@@ -12,7 +12,7 @@ from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from openrlhf.trainer.ppo_utils.length_penalty import apply_length_penalties, apply_stop_properly_penalty
 from torch import Tensor
 
-from openrlhf_gtpo.algorithms import length_penalty
+from openrlhf_gtpo.algorithms import group_relative_penalty, length_penalty
 from openrlhf_gtpo.training.credit.entropy_credit import COMPARE_WITHIN_GROUPS, EntropyCredit
 from openrlhf_gtpo.training.credit.rollout_batch import RolloutBatch, in_sampling_order
 
@@ -28,7 +28,7 @@ def shape(
 ) -> None:
     """Give ``experiences``, the micro-batches of ``batch``, the advantages of ``credit``, and what is logged."""
     assert batch.values is not None, "the policy returned no entropies"
-    penalty = _length_penalty(batch, experiences, args)
+    penalty = _length_penalty(batch, experiences, args, batch.succeeded(credit))
     advantages = credit.advantages(
         batch.values.entropy, batch.mask, batch.outcome, batch.group_ids, penalty, batch.versions
     )
@@ -91,21 +91,25 @@ def shape_as_upstream(upstream: RemoteExperienceMaker, batch: RolloutBatch, expe
                 experience.advantages.zero_()
 
 
-def _length_penalty(batch: RolloutBatch, experiences: Sequence[Experience], args: SimpleNamespace) -> Tensor | None:
+def _length_penalty(
+    batch: RolloutBatch, experiences: Sequence[Experience], args: SimpleNamespace, won: Tensor
+) -> Tensor | None:
     """(B,) sum that length penalties add to the outcomes, in sampling order (§4.5.1); logged rewards include it.
     float64: rows penalized down to the same reward must be equal again once it is added to their outcomes.
 
     The overlong penalty counts action tokens, while upstream's counts the span from the first to the last one
     (openrlhf 0.11.2, trainer/ppo_utils/samples_generator.py, _process_response_into_experience).
     """
-    reward = args.reward
-    if reward.overlong_buffer_len is None and reward.stop_properly_penalty_coef is None:
+    reward, lengths = args.reward, batch.mask.sum(dim=-1)
+    within_group = reward.overlong_form == "group_relative"
+    if not within_group and reward.overlong_buffer_len is None and reward.stop_properly_penalty_coef is None:
         return None
     rewards = batch.outcome.to(torch.float32, copy=True)
-    if reward.overlong_buffer_len is not None:
+    if within_group:
+        rewards += reward.overlong_penalty_factor * group_relative_penalty(lengths, won, batch.group_ids)
+    elif reward.overlong_buffer_len is not None:
         hard = args.rollout.max_new_tokens or args.data.max_len
         soft = hard - reward.overlong_buffer_len
-        lengths = batch.mask.sum(dim=-1)
         rewards += reward.overlong_penalty_factor * length_penalty(lengths, soft, hard, reward.overlong_form)
     for experience, penalized in zip(experiences, batch.split(rewards, experiences), strict=True):
         experience.rewards = penalized.clone()

@@ -34,6 +34,11 @@ def _fills_a_step(values: Values) -> bool:
     return rows >= values["train.batch_size"] or values["rollout.joined_by"]
 
 
+def _has_buffer(values: Values) -> bool:
+    """Whether the overlong penalty counts from a limit on the length, rather than within groups."""
+    return values["algo.advantage.estimator"] not in ESTIMATORS or values["reward.overlong_form"] != "group_relative"
+
+
 _ESTIMATORS = ", ".join(ESTIMATORS)
 
 RUN = Group(
@@ -49,16 +54,22 @@ RUN = Group(
         Setting(
             "reward.overlong_form",
             "continuous",
-            f"shape of the overlong penalty for {_ESTIMATORS}: DAPO's continuous one, or the paper's as printed, "
-            "which ends at -buffer/limit, and is -1 only beyond the limit, where only an agent's responses can be",
-            choices=("continuous", "as_printed"),
+            f"shape of the overlong penalty for {_ESTIMATORS}: DAPO's continuous one; the paper's as printed, "
+            "which ends at -buffer/limit, and is -1 only beyond the limit, where only an agent's responses can be; or "
+            "that of its revision, group_relative, down to -0.5 by the lengths of a response's own group, without a "
+            "buffer",
+            choices=("continuous", "as_printed", "group_relative"),
             needs=(
                 Need(
                     lambda values: values["algo.advantage.estimator"] in ESTIMATORS,
                     "OpenRLHF's estimators do not offer this choice",
                 ),
-                needs_flag("reward.overlong_buffer_len"),
+                Need(
+                    lambda values: values["reward.overlong_buffer_len"] or not _has_buffer(values),
+                    "there is no --reward.overlong_buffer_len",
+                ),
             ),
+            page="algorithms.md#length-penalties",
         ),
         Setting(
             "eval.before_training",
@@ -153,6 +164,10 @@ RUN = Group(
                 lambda values: values["vllm.sync_with_ray"] or values["vllm.sync_backend"] == "nccl",
                 "GPUs use NCCL, a host without them gloo",
             ),
+        ),
+        Ignored(
+            ("reward.overlong_buffer_len",),
+            Need(_has_buffer, "--reward.overlong_form {0[reward.overlong_form]} has no buffer"),
         ),
         Ignored(("train.batch_size",), Need(_fills_a_step, "a rollout has fewer rows, which make one step")),
     ),

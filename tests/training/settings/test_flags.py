@@ -261,6 +261,10 @@ def test_the_advantage_of_a_short_lone_success_arrives(
             "--algo.advantage.estimator gtpo --reward.overlong_form as_printed",
             "--reward.overlong_form (there is no --reward.overlong_buffer_len)",
         ),
+        (
+            "--algo.advantage.estimator grpo_s --reward.overlong_form group_relative --reward.overlong_buffer_len 3",
+            "here: --reward.overlong_buffer_len (--reward.overlong_form group_relative has no buffer).",
+        ),
         ("--eval.before_training", "--eval.before_training (there is no --eval.dataset)"),
         ("--ckpt.load_tag global_step2", "--ckpt.load_tag (there is no --ckpt.load_enable)"),
         (
@@ -337,6 +341,7 @@ def test_flags_that_nothing_reads_are_named_in_one_line(
     [
         "--algo.advantage.estimator gtpo --algo.gtpo.alpha2 0.2 "
         "--reward.overlong_buffer_len 3 --reward.overlong_form continuous",
+        "--algo.advantage.estimator gtpo --reward.overlong_form group_relative --reward.overlong_penalty_factor 2",
         "--algo.advantage.estimator grpo_s --algo.grpo_s.beta1 1 --logger.entropy_enable --vllm.sync_backend nccl",
         "--algo.advantage.estimator reinforce --algo.advantage.gamma 1 --algo.advantage.no_std_norm --ds.zero_stage 3",
         "--algo.preset dapo --algo.kl.init_coef 0.01 --ref.offload --ds.zero_stage 3 --train.micro_batch_size 2",
