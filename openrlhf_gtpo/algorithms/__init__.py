@@ -18,7 +18,7 @@ from .groups import success
 from .grpo_s import GRPOSConfig, grpo_s_advantages, grpo_s_parts, grpo_s_shares
 from .gtpo import GTPOConfig, gtpo_advantages, gtpo_parts, gtpo_shares
 from .losses import Surrogate, policy_surrogate
-from .rewards import CreditParts, group_relative_penalty, length_penalty
+from .rewards import CreditParts, group_relative_penalty, length_penalty, length_rescaling
 from .surrogates import SURROGATES, SurrogateType
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "gtpo_parts",
     "gtpo_shares",
     "length_penalty",
+    "length_rescaling",
     "policy_surrogate",
     "reads_versions",
     "success",

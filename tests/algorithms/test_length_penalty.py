@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from openrlhf_gtpo.algorithms import group_relative_penalty, length_penalty
-from tests.support.algorithms_reference import grop_list
+from openrlhf_gtpo.algorithms import group_relative_penalty, length_penalty, length_rescaling
+from tests.support.algorithms_reference import grop_list, rescaling_list
 
 
 def by_definition(length, soft, hard, form):
@@ -84,3 +84,25 @@ def test_group_relative_penalty_goes_to_the_longest_and_stays_above_a_half():
     for longest in (10, 20, 1000):
         penalty = group_relative_penalty(torch.tensor([10] * 7 + [longest]), won, group_ids)
         assert not penalty[:7].any() and bool(penalty[7] < 0) == (longest > 10) and penalty[7] > -0.5
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.33, 2.0])
+def test_rescaling_is_the_loops(alpha):
+    g = torch.Generator().manual_seed(5)
+    lengths, outcome = torch.randint(0, 9, (60,), generator=g), torch.rand(60, generator=g) * 2
+    group_ids = torch.randint(0, 12, (60,), generator=g) - 3
+    lengths[group_ids == 0] = 0
+    got = length_rescaling(lengths, outcome, group_ids, alpha)
+    expected = torch.tensor(rescaling_list(lengths, outcome, group_ids, alpha)).float()
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
+    assert bool(got.any()) == (alpha > 0)
+
+
+def test_rescaling_asks_the_outcome_first():
+    """A right response of any length stays above a wrong one, whose reward is 0 and stays it; of mean length it has
+    1 / (1 + alpha). A reward below 0 would rise with its length."""
+    lengths, outcome, group_ids = torch.tensor([1, 3, 8]), torch.tensor([1.0, 0.0, 1.0]), torch.zeros(3).long()
+    rescaled = outcome + length_rescaling(lengths, outcome, group_ids, alpha=1.0)
+    torch.testing.assert_close(rescaled, torch.tensor([1 / (1 + 1 / 4), 0.0, 1 / (1 + 2)]))
+    with pytest.raises(ValueError, match="outcome of row 1 is -1; rewards that are rescaled must be >= 0"):
+        length_rescaling(lengths, torch.tensor([1.0, -1.0, 1.0]), group_ids)

@@ -192,6 +192,16 @@ def grop_list(lengths, won, group_ids, gamma=0.75):
     return out
 
 
+def rescaling_list(lengths, outcome, group_ids, alpha):
+    lengths, out = [int(x) for x in lengths], [0.0] * len(lengths)
+    for rows in groups_of(group_ids):
+        mean = arithmetic_mean([lengths[i] for i in rows])
+        for i in rows:
+            r = float(outcome[i])
+            out[i] = r / (1 + alpha * lengths[i] / mean) - r if mean else 0.0
+    return out
+
+
 def ragged_batch(seed, num_groups=3, num_columns=7, empty_row=False, dtype=torch.float64, pad=float("nan")):
     """Groups of 2 to 5 rows, shuffled; masks with holes and offsets; junk where the mask is False."""
     g = torch.Generator().manual_seed(seed)

@@ -34,7 +34,7 @@ from openrlhf_gtpo.report import names
 from openrlhf_gtpo.training.credit.experiences import ExperienceMaker
 from openrlhf_gtpo.training.settings.algorithms import AGGREGATION
 from tests.support import rollouts
-from tests.support.algorithms_reference import grop_list
+from tests.support.algorithms_reference import grop_list, rescaling_list
 from tests.support.rollouts import PAD, Rollout, arguments, in_sampling_order, maker, rollout
 
 # How micro-batches are cut: in order, or balanced by length over the ranks (rows permuted, widths differ).
@@ -330,14 +330,20 @@ def test_overlong_penalty_is_added_after_shaping(
     assert_penalised(estimator, experiences, batch, penalty)
 
 
-@pytest.mark.parametrize("estimator", ["gtpo", "grpo_s"])
-def test_the_group_relative_penalty_needs_no_buffer(
-    estimator: str, layout: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("estimator", "form"), [("gtpo", "group_relative"), ("grpo_s", "group_relative"), ("gtpo", "group_rescaled")]
+)
+def test_penalties_within_groups_need_no_buffer(
+    estimator: str, form: str, layout: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = rollout(seed=9)
-    form = ("--reward.overlong_form", "group_relative", "--reward.overlong_penalty_factor", "0.5")
-    _, experiences = make(arguments("--algo.advantage.estimator", estimator, *form, *layout), batch, monkeypatch)
-    penalty = 0.5 * torch.tensor(grop_list(batch.mask.sum(-1), success(batch.outcome), batch.group_ids))
+    argv = ("--algo.advantage.estimator", estimator, "--reward.overlong_form", form)
+    args = arguments(*argv, "--reward.overlong_penalty_factor", "0.5", *layout)
+    _, experiences = make(args, batch, monkeypatch)
+    lengths, won = batch.mask.sum(-1), success(batch.outcome)
+    penalty = 0.5 * torch.tensor(grop_list(lengths, won, batch.group_ids))
+    if form == "group_rescaled":
+        penalty = torch.tensor(rescaling_list(lengths, batch.outcome, batch.group_ids, 0.5))
     assert (penalty < 0).sum() > 2
     assert_penalised(estimator, experiences, batch, penalty.float())
 

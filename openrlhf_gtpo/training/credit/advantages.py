@@ -12,7 +12,7 @@ from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from openrlhf.trainer.ppo_utils.length_penalty import apply_length_penalties, apply_stop_properly_penalty
 from torch import Tensor
 
-from openrlhf_gtpo.algorithms import group_relative_penalty, length_penalty
+from openrlhf_gtpo.algorithms import group_relative_penalty, length_penalty, length_rescaling
 from openrlhf_gtpo.training.credit.entropy_credit import COMPARE_WITHIN_GROUPS, EntropyCredit
 from openrlhf_gtpo.training.credit.rollout_batch import RolloutBatch, in_sampling_order
 
@@ -101,16 +101,19 @@ def _length_penalty(
     (openrlhf 0.11.2, trainer/ppo_utils/samples_generator.py, _process_response_into_experience).
     """
     reward, lengths = args.reward, batch.mask.sum(dim=-1)
-    within_group = reward.overlong_form == "group_relative"
+    form, factor = reward.overlong_form, reward.overlong_penalty_factor
+    within_group = form in ("group_relative", "group_rescaled")
     if not within_group and reward.overlong_buffer_len is None and reward.stop_properly_penalty_coef is None:
         return None
     rewards = batch.outcome.to(torch.float32, copy=True)
-    if within_group:
-        rewards += reward.overlong_penalty_factor * group_relative_penalty(lengths, won, batch.group_ids)
+    if form == "group_relative":
+        rewards += factor * group_relative_penalty(lengths, won, batch.group_ids)
+    elif form == "group_rescaled":
+        rewards += length_rescaling(lengths, batch.outcome, batch.group_ids, alpha=factor)
     elif reward.overlong_buffer_len is not None:
         hard = args.rollout.max_new_tokens or args.data.max_len
         soft = hard - reward.overlong_buffer_len
-        rewards += reward.overlong_penalty_factor * length_penalty(lengths, soft, hard, reward.overlong_form)
+        rewards += factor * length_penalty(lengths, soft, hard, form)
     for experience, penalized in zip(experiences, batch.split(rewards, experiences), strict=True):
         experience.rewards = penalized.clone()
     if reward.stop_properly_penalty_coef is not None:

@@ -16,7 +16,10 @@ class Secret(str):
 
 
 def _imply(values: dict[str, Any], given: frozenset[str]) -> None:
-    """Take W&B's key from this process's environment, which the trackers of a cluster do not have."""
+    """Take GR3's factor from its paper, and W&B's key from this process's environment, which the trackers of a cluster
+    do not have."""
+    if values["reward.overlong_form"] == "group_rescaled" and "reward.overlong_penalty_factor" not in given:
+        values["reward.overlong_penalty_factor"] = 0.33
     if values["logger.wandb.key"]:
         values["logger.wandb.key"] = Secret(os.environ.get("WANDB_API_KEY") or values["logger.wandb.key"])
         if values["logger.wandb.key"] == "WANDB_API_KEY":
@@ -36,10 +39,11 @@ def _fills_a_step(values: Values) -> bool:
 
 def _has_buffer(values: Values) -> bool:
     """Whether the overlong penalty counts from a limit on the length, rather than within groups."""
-    return values["algo.advantage.estimator"] not in ESTIMATORS or values["reward.overlong_form"] != "group_relative"
+    return values["algo.advantage.estimator"] not in ESTIMATORS or values["reward.overlong_form"] not in _WITHIN_GROUPS
 
 
 _ESTIMATORS = ", ".join(ESTIMATORS)
+_WITHIN_GROUPS = ("group_relative", "group_rescaled")  # forms of the overlong penalty
 
 RUN = Group(
     "run",
@@ -55,10 +59,11 @@ RUN = Group(
             "reward.overlong_form",
             "continuous",
             f"shape of the overlong penalty for {_ESTIMATORS}: DAPO's continuous one; the paper's as printed, "
-            "which ends at -buffer/limit, and is -1 only beyond the limit, where only an agent's responses can be; or "
-            "that of its revision, group_relative, down to -0.5 by the lengths of a response's own group, without a "
-            "buffer",
-            choices=("continuous", "as_printed", "group_relative"),
+            "which ends at -buffer/limit, and is -1 only beyond the limit, where only an agent's responses can be; "
+            "that of its revision, group_relative, down to -0.5 by the lengths of a response's own group; or GR3's, "
+            "group_rescaled, reward / (1 + factor * length / the group's mean length), with a factor of 0.33 unless "
+            "given; the last two without a buffer",
+            choices=("continuous", "as_printed", *_WITHIN_GROUPS),
             needs=(
                 Need(
                     lambda values: values["algo.advantage.estimator"] in ESTIMATORS,

@@ -104,6 +104,12 @@ def test_the_presets_penalty_is_dapos_under_rewards_of_0_and_1() -> None:
     torch.testing.assert_close((ours - ours.mean()) / ours.std(), (papers - papers.mean()) / papers.std())
 
 
+def test_rescaling_has_its_papers_factor_unless_given() -> None:
+    chosen = ("--algo.advantage.estimator", "gtpo", "--reward.overlong_form", "group_rescaled")
+    assert parse(*chosen)["reward.overlong_penalty_factor"] == 0.33
+    assert parse(*chosen, "--reward.overlong_penalty_factor", "1")["reward.overlong_penalty_factor"] == 1
+
+
 def test_dapos_penalty_needs_to_know_the_longest_response() -> None:
     without = [*BASE, "--rollout.n_samples_per_prompt", "8", "--algo.preset", "dapo"]
     with pytest.raises(UsageError, match=r"which is missing; give it, or --reward.overlong_buffer_len to count back"):
