@@ -161,6 +161,29 @@ def test_import_is_light():
     assert printed.strip() == "[]"
 
 
+def test_the_algorithms_need_torch_alone():
+    """With every other package out of reach, those that setup.py names included."""
+    code = (
+        "import sys\n"
+        "allowed = {'openrlhf_gtpo', 'torch', 'torchgen', 'functorch', 'sympy', 'mpmath', 'networkx', 'jinja2'}\n"
+        "allowed |= {'markupsafe', 'filelock', 'fsspec', 'typing_extensions', 'setuptools'}  # what torch requires\n"
+        "class Blocked:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        top = name.split('.')[0]\n"
+        "        if top not in sys.stdlib_module_names and top not in allowed:\n"
+        "            raise ModuleNotFoundError(f'{top} is not here', name=top)\n"
+        "sys.meta_path.insert(0, Blocked())\n"
+        "import torch\n"
+        "from openrlhf_gtpo.algorithms import ESTIMATORS, SURROGATES, GTPOConfig, gtpo_advantages, policy_surrogate\n"
+        "entropy, mask, group_ids = torch.rand(4, 3), torch.ones(4, 3, dtype=torch.bool), torch.zeros(4).long()\n"
+        "advantages = gtpo_advantages(entropy, mask, torch.tensor([1.0, 0, 0, 1]), group_ids, GTPOConfig())\n"
+        "policy_surrogate(-entropy, -entropy, advantages, mask, level='token')\n"
+        "print(bool(advantages.abs().min() > 0), len(ESTIMATORS) > 3, len(SURROGATES) > 8)\n"
+    )
+    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert ended.stdout.strip() == "True True True", ended.stderr
+
+
 @made_by_setup_env
 def test_wheel_holds_every_module_and_nothing_beside_the_package(tmp_path):
     for name in ("setup.py", "pyproject.toml", "LICENSE"):
