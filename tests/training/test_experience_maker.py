@@ -348,6 +348,14 @@ def test_penalties_within_groups_need_no_buffer(
     assert_penalised(estimator, experiences, batch, penalty.float())
 
 
+def test_rewards_below_0_are_not_rescaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = rollout(seed=9)
+    batch.outcome[3] = -1
+    args = arguments("--algo.advantage.estimator", "gtpo", "--reward.overlong_form", "group_rescaled")
+    with pytest.raises(TrainingStopped, match="group_rescaled: outcome of row 3 is -1; rewards that are rescaled"):
+        make(args, batch, monkeypatch)
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
 def test_an_agents_reward_may_be_a_truth_value_or_a_whole_number(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

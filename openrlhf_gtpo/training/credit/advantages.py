@@ -13,6 +13,7 @@ from openrlhf.trainer.ppo_utils.length_penalty import apply_length_penalties, ap
 from torch import Tensor
 
 from openrlhf_gtpo.algorithms import group_relative_penalty, length_penalty, length_rescaling
+from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.training.credit.entropy_credit import COMPARE_WITHIN_GROUPS, EntropyCredit
 from openrlhf_gtpo.training.credit.rollout_batch import RolloutBatch, in_sampling_order
 
@@ -109,7 +110,10 @@ def _length_penalty(
     if form == "group_relative":
         rewards += factor * group_relative_penalty(lengths, won, batch.group_ids)
     elif form == "group_rescaled":
-        rewards += length_rescaling(lengths, batch.outcome, batch.group_ids, alpha=factor)
+        try:
+            rewards += length_rescaling(lengths, batch.outcome, batch.group_ids, alpha=factor)
+        except ValueError as error:
+            raise TrainingStopped(f"--reward.overlong_form {form}: {error} No weights were changed by it.") from error
     elif reward.overlong_buffer_len is not None:
         hard = args.rollout.max_new_tokens or args.data.max_len
         soft = hard - reward.overlong_buffer_len
