@@ -59,6 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     to_hf = commands.add_parser(
         "megatron-to-hf", help="convert a checkpoint, of weights or of a training run, to Hugging Face"
     )
+    to_hf.add_argument("--base", metavar="MODEL", help="the model whose adapters SRC has, if it has adapters alone")
     for command, run in ((to_megatron, _hf_to_megatron), (to_hf, _megatron_to_hf)):
         command.set_defaults(run=run)
         command.add_argument("source", type=Path, metavar="SRC")
@@ -89,10 +90,20 @@ def _hf_to_megatron(args: argparse.Namespace) -> None:
 
 def _megatron_to_hf(args: argparse.Namespace) -> None:
     source = resolve(args.source)
-    dtype = check_checkpoint(source)["dtype"]
-    if not (source / SIDE_FILES / "config.json").is_file():
+    manifest = check_checkpoint(source)
+    adapters = manifest.get("lora")
+    if adapters and args.base is None:
+        raise ValueError(f"{source} has adapters alone; name the model that they were trained on with --base.")
+    if args.base is not None:
+        if not adapters:
+            raise ValueError(f"{source} has all weights; leave out --base.")
+        model = Model(args.base, "--base")
+        model.check_safetensors()
+        model.check_weights()
+    elif not (source / SIDE_FILES / "config.json").is_file():
         raise ValueError(f"{source} has no configuration and tokenizer ({SIDE_FILES}/), which a model needs.")
-    run_processes(megatron_to_hf, 1, str(source.resolve()), str(args.destination.resolve()), dtype)
+    work = str(source.resolve()), str(args.destination.resolve()), manifest["dtype"], args.base
+    run_processes(megatron_to_hf, 1, *work)
 
 
 def hf_to_megatron(source: str, destination: str, layout: Layout, dtype: str) -> None:
@@ -110,21 +121,23 @@ def hf_to_megatron(source: str, destination: str, layout: Layout, dtype: str) ->
         PendingSave(Path(destination), model, client_state={}, hf_source=source, metric={}).finish()
 
 
-def megatron_to_hf(source: str, destination: str, dtype: str) -> None:
-    """Load the weights of the checkpoint ``source`` in one process and write them as a Hugging Face folder."""
+def megatron_to_hf(source: str, destination: str, dtype: str, base: str | None) -> None:
+    """Load the weights of the checkpoint ``source``, or those of ``base`` and its adapters, in one process and write
+    them as a Hugging Face folder."""
     import torch
 
-    from openrlhf_gtpo.megatron.checkpoint.checkpoints import load_checkpoint
+    from openrlhf_gtpo.megatron.checkpoint.checkpoints import load_checkpoint, lora_options
     from openrlhf_gtpo.megatron.checkpoint.export import save_hf
     from openrlhf_gtpo.megatron.model.policy import ModelOptions, load_model
     from openrlhf_gtpo.megatron.parallel import groups
 
     groups.initialize(Layout(), seed=0)
-    side_files = Path(source) / SIDE_FILES
-    model = load_model(side_files, ModelOptions(dtype=getattr(torch, dtype)), with_weights=False)
+    model_source = base or str(Path(source) / SIDE_FILES)
+    options = ModelOptions(dtype=getattr(torch, dtype), lora=lora_options(Path(source)))
+    model = load_model(model_source, options, with_weights=base is not None)
     load_checkpoint(Path(source), model)
     with _write_errors():
-        save_hf(model, side_files, destination)
+        save_hf(model, model_source, destination)
 
 
 @contextmanager

@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from openrlhf_gtpo import platform
+from openrlhf_gtpo.cli.convert import main, megatron_to_hf
 from openrlhf_gtpo.lora import ALL_LINEAR, LoraOptions
 from openrlhf_gtpo.lora.folder import ADAPTER
 from openrlhf_gtpo.lora.init import initial_a
@@ -17,6 +19,7 @@ from openrlhf_gtpo.lora.merge import merge
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 from tests.megatron.test_megatron_training import Reference
 from tests.support import megatron_lora_program as program
+from tests.support.export_program import alone
 from tests.support.families import SHALLOW, make_checkpoint, ragged_rows
 from tests.support.logits_program import several
 from tests.support.rank_pool import RankPool
@@ -258,6 +261,27 @@ def test_a_run_goes_on_at_another_layout(layout: Layout, saved: tuple, sources: 
     folder, distributed, (expected, *_) = saved
     found = ranks.run(program.resume, sources["qwen2-tied"], layout, ALL, folder, distributed)[0]
     np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+def test_a_checkpoint_is_converted_with_its_base(
+    saved: tuple,
+    sources: dict,
+    tmp_path: Path,
+    one_rank: RankPool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source, checkpoint = sources["qwen2-tied"], str(Path(saved[0], "step3"))
+    one_rank.run(alone, megatron_to_hf, checkpoint, str(tmp_path / "model"), "float32", source)
+    whole, base = exported(tmp_path / "model"), exported(Path(source))
+    pairs = adapter_pairs(tmp_path / "model")
+    assert set(whole) == set(base) and len(pairs) == 2 * 7
+    for name, tensor in base.items():
+        expected = merge(tensor, *pairs[name], ALL.scale, name) if name in pairs else tensor
+        assert torch.equal(whole[name], expected) and torch.equal(tensor, expected) != (name in pairs)
+    monkeypatch.setenv(platform.PLATFORM_VARIABLE, "cpu")  # which the command sets
+    assert main(["megatron-to-hf", checkpoint, str(tmp_path / "other")]) == 2
+    assert "has adapters alone; name the model that they were trained on with --base." in capsys.readouterr().err
 
 
 def test_checkpoints_hold_adapters_alone(saved: tuple) -> None:

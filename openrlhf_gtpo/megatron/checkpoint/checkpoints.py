@@ -29,6 +29,7 @@ from openrlhf_gtpo.checkpoints.folder import (
     check_checkpoint,
 )
 from openrlhf_gtpo.checkpoints.together import agree, choose, publish, put_in_order, verify
+from openrlhf_gtpo.lora import LoraOptions
 from openrlhf_gtpo.lora.folder import difference
 from openrlhf_gtpo.megatron.checkpoint import state as checkpoint_state
 from openrlhf_gtpo.megatron.checkpoint.export import copy_side_files
@@ -203,6 +204,16 @@ class PendingSave:
         waiting for it (megatron-core 0.16.1: ``save_common`` in a save, ``save_state_dict_async_finalize`` after)."""
         with open(self._reserve, "wb") as stream:
             os.posix_fallocate(stream.fileno(), 0, _RESERVE_BYTES)
+
+
+def lora_options(path: Path) -> LoraOptions | None:
+    """Those of the checkpoint's adapters; None if it has all weights.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    described = checkpoint_folder.read_manifest(path).get("lora")
+    return described and LoraOptions(described["rank"], described["alpha"], tuple(described["targets"]))
 
 
 def load_checkpoint(path: Path, target: Trainer | LoadedModel) -> dict[str, Any]:
