@@ -19,6 +19,7 @@ from openrlhf_gtpo.training.settings.megatron_flags import fp8_of
 _SAME = (
     *("train.seed", "data.prompt_dataset", "data.prompt_split", "data.prompt_probs", "data.input_key", "data.max_len"),
     *("data.max_samples", "data.input_template", "data.apply_chat_template", "rollout.batch_size"),
+    *("data.chat_template_kwargs", "data.chat_template_kwargs_key", "data.tools_key", "data.system_prompt"),
     "rollout.vllm_generate_batch_size",
     *("rollout.n_samples_per_prompt", "rollout.max_new_tokens", "rollout.temperature", "rollout.top_p"),
 )

@@ -1,14 +1,19 @@
 """`python3 -m openrlhf_gtpo.cli.ask MODEL QUESTION`: asks a model, such as one that was just trained, a question.
 
-The question goes through the model's chat template, if it has one, as with training's --data.apply_chat_template. The
-answer takes the likeliest token at each step.
+A model that this package has trained is asked as its run asked it; another through its chat template, if it has one,
+as with training's --data.apply_chat_template. The answer takes the likeliest token at each step.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from openrlhf_gtpo.cli import Parser, exit_status
+from openrlhf_gtpo.training.settings import prompts
+
+if TYPE_CHECKING:
+    from openrlhf_gtpo.training.checks.model import Model
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,12 +22,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("model", metavar="MODEL", help="a Hugging Face checkpoint: a folder, or a name on the hub")
     parser.add_argument("question", metavar="QUESTION")
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="maximum tokens of the answer")
+    for setting in prompts.PROMPTS.settings:
+        if not setting.flag.endswith("_key"):  # there are no columns
+            setting.add_to(parser)
     args = parser.parse_args(argv)
-    return exit_status("ask", lambda: print(answer(args.model, args.question, args.max_tokens)), ValueError)
+    given = {flag: value for flag, value in vars(args).items() if flag in prompts.NONE}
+    return exit_status("ask", lambda: print(answer(args.model, args.question, args.max_tokens, given)), ValueError)
 
 
-def answer(model: str, question: str, max_tokens: int) -> str:
+def answer(model: str, question: str, max_tokens: int, given: Mapping[str, Any] = prompts.NONE) -> str:
     """The answer of the checkpoint ``model`` to ``question``, by greedy decoding.
+
+    Args:
+        given: settings of prompts, by flag.
 
     Raises:
         UsageError: the checkpoint cannot be read.
@@ -33,17 +45,13 @@ def answer(model: str, question: str, max_tokens: int) -> str:
     from transformers.utils import logging
 
     from openrlhf_gtpo.training.checks.model import Model, token_ids
-    from openrlhf_gtpo.training.checks.prompts import prompt_and_label
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     checkpoint = Model(model, "MODEL")
     checkpoint.check_weights()
     tokenizer = checkpoint.tokenizer
-    has_template = tokenizer.chat_template is not None
-    data = SimpleNamespace(input_key="question", label_key=None, input_template=None, apply_chat_template=has_template)
-    prompt, _ = prompt_and_label({"question": question}, SimpleNamespace(data=data), tokenizer)
-    tokens = torch.tensor([token_ids(tokenizer, prompt)])
+    tokens = torch.tensor([token_ids(tokenizer, prompt_of(checkpoint, question, given))])
     causal_lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)  # the engines' dtype
     # Of the checkpoint's generation_config.json, vLLM reads nothing else for a request of training's.
     ends = causal_lm.generation_config.eos_token_id
@@ -52,6 +60,20 @@ def answer(model: str, question: str, max_tokens: int) -> str:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generated = causal_lm.to(device).generate(tokens.to(device), max_new_tokens=max_tokens)
     return tokenizer.decode(generated[0, tokens.shape[1] :], skip_special_tokens=True).strip()
+
+
+def prompt_of(checkpoint: "Model", question: str, given: Mapping[str, Any]) -> str:
+    """The text that the model reads; ``given`` as for :func:`answer`."""
+    from openrlhf_gtpo.training.checks.prompts import name_unread, prompt_and_label
+
+    flags = {**prompts.NONE, "data.apply_chat_template": None, "data.input_template": None, **given}
+    if not prompts.kept_prompts(checkpoint.folder):
+        flags["data.apply_chat_template"] = checkpoint.tokenizer.chat_template is not None
+    settings = {flag.removeprefix("data."): v for flag, v in prompts.filled(flags, checkpoint.folder).items()}
+    data = SimpleNamespace(**{**settings, "input_key": "question", "label_key": None})
+    if data.apply_chat_template:
+        name_unread(prompts.template_variables(data.chat_template_kwargs), checkpoint.tokenizer)
+    return prompt_and_label({"question": question}, SimpleNamespace(data=data), checkpoint.tokenizer)[0]
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
 Asks a model each question of some data sets several times, through vLLM, and prints mean@k, pass@k (unbiased), best@k,
 majority@k, lengths and how many answers were cut off, each with its standard error over questions. Flags that training
 has too mean the same here. DIR gets a file of answers for each data set, each question's scores as scores.json, and
-the table as table.md and summary.json; after an interruption, the same command resumes. majority@k needs a reward file
-with a second function beside `reward_func`: `answer_of`, with the same arguments, returns an answer as text or None.
-Those of `openrlhf_gtpo.tasks` have it.
+the table as table.md and summary.json; after an interruption, the same command resumes. A model that this package has
+trained is asked as in its training, but for what flags of prompts say. majority@k needs a reward file with a second
+function beside `reward_func`: `answer_of`, with the same arguments, returns an answer as text or None. Those of
+`openrlhf_gtpo.tasks` have it.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from openrlhf_gtpo.cli import Parser, exit_status
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.platform.files import check_output, replace_text
 from openrlhf_gtpo.report.answers import per_question, summarize, table
+from openrlhf_gtpo.training.settings import prompts
 
 _INTERRUPTED = "interrupted; the same command goes on."
 
@@ -53,7 +55,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--data.input_key", default="input", help="column of the questions")
     add("--data.label_key", help="column of the labels that the reward gets")
     add("--data.input_template", help="text with {} for the question, used without a chat template")
-    add("--data.apply_chat_template", action="store_true", help="pass the question as the user's turn")
+    turn = "pass the question as the user's turn"
+    add("--data.apply_chat_template", action=argparse.BooleanOptionalAction, help=turn)
     add("--data.max_len", type=int, default=4096, help="maximum tokens of a question and an answer together")
     add("--data.max_samples", type=int, default=10**8, help="maximum questions of each data set, from its start")
     add("--rollout.max_new_tokens", type=int, default=1024, help="maximum tokens of an answer")
@@ -61,6 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--vllm.tensor_parallel_size", type=int, default=1, metavar="TP", help="GPUs of the engine")
     add("--vllm.gpu_memory_utilization", type=float, default=0.9, help="share of each GPU's memory")
     add("--train.seed", type=int, default=1, help="seed of the answers")
+    prompts.PROMPTS.add_to(parser)
     return parser
 
 
@@ -114,8 +118,6 @@ def checked_flags(args: argparse.Namespace) -> dict[str, Any]:
     check_template(flags["data.input_template"])
     if not flags["eval.temperature"] and flags["eval.n_samples_per_prompt"] > 1:  # vLLM refuses this
         raise UsageError("With --eval.temperature 0 every answer is the same; give --eval.n_samples_per_prompt 1.")
-    if flags["data.apply_chat_template"] and flags["data.input_template"]:
-        raise UsageError("With --data.apply_chat_template no --data.input_template is read; leave one of them out.")
     return flags
 
 
@@ -130,6 +132,11 @@ def checked_inputs(flags: dict[str, Any], model: str) -> tuple[Any, Any, Callabl
 
     checkpoint = Model(model, "--model")
     checkpoint.check_weights()
+    before, flags = flags, prompts.filled(flags, checkpoint.folder)
+    if taken := [f"--{name} {value}" for name, value in flags.items() if value and not before[name]]:
+        print(f"As in the model's training: {', '.join(taken)}.", file=sys.stderr)
+    if flags["data.apply_chat_template"] and flags["data.input_template"]:
+        raise UsageError("With --data.apply_chat_template no --data.input_template is read; leave one of them out.")
     run = hierarchize(argparse.Namespace(**flags, **{"actor.model_name_or_path": model}))
     run.use_ms = False  # ModelScope
     for name in flags["eval.dataset"].split(","):  # each has a table of its own here

@@ -4,7 +4,8 @@ Writes the log-prob and the entropy (nats, over the whole vocabulary) of every t
 backend at any layout; it starts its own processes, or runs in those of torchrun. The input has a JSON object on each
 line: {"tokens": [...]}, where all but the first are scored, or {"prompt": "...", "response": "..."}, where only the
 response is scored; an "id" is repeated in the output. Text is tokenized as it is: the prompt's tokens, then the
-response's, without special tokens or a chat template. The output has, in the same order, {"log_probs": [...],
+response's, without special tokens or a chat template; a prompt that is a list of messages goes through the template as
+in the model's training. The output has, in the same order, {"log_probs": [...],
 "entropies": [...]}. Flags that only training reads (recompute, offload, optimizer, checkpoints) have no effect.
 """
 

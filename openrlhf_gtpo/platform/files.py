@@ -26,6 +26,7 @@ SIDE_FILE_PATTERNS = (
     "sentencepiece*",
     "spiece.model",
     "chat_template*",
+    "prompts.json",  # of a model that this package has trained (training/settings/prompts.py)
     "LICENSE*",
 )
 

@@ -6,16 +6,18 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from openrlhf_gtpo import platform
-from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.errors import UsageError, one_line
 from openrlhf_gtpo.megatron.fp8.options import Fp8Options, check_fp8
 from openrlhf_gtpo.megatron.parallel.layout import Layout, WorldSizeError, check_layout
 from openrlhf_gtpo.training.checks.model import Model, token_ids
 from openrlhf_gtpo.training.checks.settings import refuse
 from openrlhf_gtpo.training.settings.megatron_flags import megatron_flag, refusals_name_flags
 from openrlhf_gtpo.training.settings.megatron_overrides import parse_overrides
+from openrlhf_gtpo.training.settings.prompts import NONE, kept_prompts
 
 _FORMS = 'write {"tokens": [...]} or {"prompt": "...", "response": "..."}'
 
@@ -100,7 +102,8 @@ class RowFile:
                     if tokenizer is None:
                         tokenizer = Model(self.model, "--model", self.trust_remote_code).tokenizer
                     # Separately, so that the response's tokens do not depend on where the prompt ends.
-                    prompt, response = (token_ids(tokenizer, entry[name]) for name in ("prompt", "response"))
+                    texts = self._prompt(entry, tokenizer, where), entry["response"]
+                    prompt, response = (token_ids(tokenizer, text) for text in texts)
                     if not prompt:
                         raise UsageError(
                             f"{where}: prompt has no token, so nothing predicts the response's first; give a prompt."
@@ -119,6 +122,20 @@ class RowFile:
                     )
                 yield Row(number, tokens, first, {"id": entry["id"]} if "id" in entry else {})
 
+    def _prompt(self, entry: dict[str, Any], tokenizer: Any, where: str) -> str:
+        """The prompt's text; messages go through the chat template, as in training."""
+        from openrlhf_gtpo.training.checks.prompts import prompt_and_label
+
+        if isinstance(entry["prompt"], str):
+            return entry["prompt"]
+        kept = kept_prompts(Path(self.model))
+        settings = {flag.removeprefix("data."): value for flag, value in {**NONE, **kept}.items()}
+        settings |= {"apply_chat_template": True, "input_template": None, "input_key": "prompt", "label_key": None}
+        try:
+            return prompt_and_label(entry, SimpleNamespace(data=SimpleNamespace(**settings)), tokenizer)[0]
+        except Exception as error:  # templates are programs
+            raise UsageError(f"{where}: the prompt cannot be made: {one_line(error)}") from error
+
 
 def _entry(line: bytes, where: str) -> dict[str, Any]:
     """Parse a line, which must have one of the two forms, with values of the right types."""
@@ -128,7 +145,8 @@ def _entry(line: bytes, where: str) -> dict[str, Any]:
     if isinstance(entry, dict):
         tokens, text = entry.get("tokens"), [entry[name] for name in ("prompt", "response") if name in entry]
         are_tokens = isinstance(tokens, list) and tokens and all(type(token) is int for token in tokens)
-        are_texts = "tokens" not in entry and len(text) == 2 and all(isinstance(part, str) for part in text)
+        are_texts = "tokens" not in entry and len(text) == 2 and isinstance(text[1], str)
+        are_texts = are_texts and isinstance(text[0], str | list)
         if are_texts or (are_tokens and not text):
             return entry
     raise UsageError(f"{where} is not a row to score; {_FORMS}.")

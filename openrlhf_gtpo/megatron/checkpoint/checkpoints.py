@@ -6,6 +6,7 @@ publishes all of it. Load: check every file, compare the keys, then read. ``fold
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -54,6 +55,7 @@ class Checkpoints:
         max_mem_gb: their largest total size, including the best one's, in units of 2^30 bytes.
         hf_source: the model's folder or name on the Hub, whose tokenizer and configuration each checkpoint carries;
             None if nothing will be converted back.
+        add_side_files: called with the folder of those, for more of them.
     """
 
     folder: str | Path = field(kw_only=False)
@@ -61,6 +63,7 @@ class Checkpoints:
     max_num: int = 3
     max_mem_gb: float = math.inf
     hf_source: str | Path | None = None
+    add_side_files: Callable[[Path], None] | None = None
     _pending: "PendingSave | None" = field(default=None, init=False)
     _host: HostMemory = field(default_factory=HostMemory, init=False)
 
@@ -89,7 +92,8 @@ class Checkpoints:
         finally:
             metric = {"key": metric_key, "value": metric_value}
             host = self._host if self.asynchronous else None
-            self._pending = PendingSave(Path(self.folder, tag), trainer, client_state, self.hf_source, metric, host)
+            path, source = Path(self.folder, tag), self.hf_source
+            self._pending = PendingSave(path, trainer, client_state, source, metric, host, self.add_side_files)
             if not self.asynchronous:
                 self.finish()
 
@@ -135,6 +139,7 @@ class PendingSave:
         hf_source: str | Path | None,
         metric: dict[str, Any],
         host: HostMemory | None = None,
+        add_side_files: Callable[[Path], None] | None = None,
     ) -> None:
         # A temporary folder, on a disk with room for what Megatron writes on the first rank.
         self._path = path
@@ -180,6 +185,8 @@ class PendingSave:
             if hf_source is not None:
                 (self._temporary / SIDE_FILES).mkdir()
                 copy_side_files(hf_source, self._temporary / SIDE_FILES)
+                if add_side_files is not None:
+                    add_side_files(self._temporary / SIDE_FILES)
 
         self._failure = failure_of(write_small_files) if get_rank() == 0 else None
         self.write = RankWrite(strategy.writer, host)

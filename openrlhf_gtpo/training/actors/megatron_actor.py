@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +36,7 @@ from openrlhf_gtpo.training.credit.entropy_credit import captures_entropy
 from openrlhf_gtpo.training.credit.loss import LossFeature
 from openrlhf_gtpo.training.settings.megatron_flags import fp8_of, layout_of, refusals_name_flags
 from openrlhf_gtpo.training.settings.megatron_overrides import parse_overrides
+from openrlhf_gtpo.training.settings.prompts import keep_prompts
 
 # transformers' schedules that support a floor, which upstream gives as a fraction of the peak.
 _FLOORED = {"cosine_with_min_lr", "cosine_warmup_with_min_lr"}
@@ -101,6 +103,7 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
             max_num=args.ckpt.max_num,
             max_mem_gb=args.ckpt.max_mem,
             hf_source=pretrain,
+            add_side_files=partial(keep_prompts, data=args.data),
         )
         self.source = pretrain
         self.checkpoint_states: dict[str, Any] = {}
@@ -200,6 +203,7 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
     def _save_hf(self, directory: str) -> None:
         save_hf(self.megatron, self.source, directory)
         from_first_rank(lambda: self.tokenizer.save_pretrained(directory), CheckpointWriteError)
+        from_first_rank(lambda: keep_prompts(Path(directory), self.strategy.args.data), CheckpointWriteError)
         torch_dist_barrier_and_cuda_sync()
 
     def _rest(self) -> None:

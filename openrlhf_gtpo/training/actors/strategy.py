@@ -56,6 +56,7 @@ from openrlhf_gtpo.platform.random_state import apply_random_state, random_state
 from openrlhf_gtpo.training.actors import adapters
 from openrlhf_gtpo.training.checks.prompts import Prompts, blending_datasets
 from openrlhf_gtpo.training.checks.results import checkpoint_folders
+from openrlhf_gtpo.training.settings.prompts import keep_prompts
 
 # In a checkpoint's client states: those that were given, and all ranks' random states. DeepSpeed 0.19.6 returns
 # entries of its own beside them; it refuses to save some of those, and some belong to one rank (runtime/engine.py,
@@ -296,6 +297,7 @@ class Strategy(DeepspeedStrategy):
             failure = message_of(error)
             torch_dist_barrier_and_cuda_sync()  # upstream's last line, which the other ranks have reached
         raise_together(failure, CheckpointWriteError)
+        from_first_rank(partial(keep_prompts, Path(output_dir), self.args.data), CheckpointWriteError)
         from_first_rank(lambda: share_weights(Path(output_dir)), CheckpointWriteError)
 
 

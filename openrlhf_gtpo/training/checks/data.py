@@ -1,6 +1,7 @@
 """The data sets that a command line names, and every row of those that are local."""
 
 import json
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from typing import Any
 
 from openrlhf_gtpo.algorithms import ESTIMATORS
 from openrlhf_gtpo.errors import UsageError, one_line
+from openrlhf_gtpo.training.checks.look import show_prompt
 from openrlhf_gtpo.training.checks.model import Model, token_ids
 
 PROMPTS = "--data.prompt_dataset"
@@ -28,6 +30,9 @@ def check_data(args: SimpleNamespace, model: Model) -> None:
     check_dataset(args, tokenizer, args.data.prompt_dataset, args.data.prompt_split, PROMPTS, strict, json_for)
     if args.eval.dataset:
         check_dataset(args, tokenizer, args.eval.dataset, args.eval.split, "--eval.dataset", strict, json_for)
+    _, rows = next(_tables(args, args.data.prompt_dataset, args.data.prompt_split, PROMPTS))
+    if rows is not None and tokenizer is not None:
+        print(show_prompt(next(rows), args, tokenizer), file=sys.stderr)
 
 
 def check_dataset(
@@ -81,17 +86,22 @@ def _check_rows(
     strict: bool,
     json_for: str | None,
 ) -> None:
-    from openrlhf_gtpo.training.checks.prompts import prompt_and_label
+    from openrlhf_gtpo.training.checks.prompts import name_unread, prompt_and_label, variables_of
 
+    columns = {flag: getattr(args.data, flag) for flag in ("tools_key", "chat_template_kwargs_key")}
+    unseen = {flag: key for flag, key in columns.items() if key is not None and args.data.apply_chat_template}
+    variables: set[str] = set()
     longest = args.rollout.max_new_tokens
     room = args.data.max_len - (longest or 1)
     keys = args.data.input_key, args.data.label_key
     for row, data in enumerate(islice(rows, args.data.max_samples), start=1):
         try:
             prompt, label = prompt_and_label(data, args, tokenizer)
+            variables |= variables_of(data, args.data).keys()
             size = len(prompt.encode())  # raises for half of a surrogate pair, which no tokenizer takes
         except Exception as error:  # templates are programs
             raise UsageError(f"{where}: the prompt of row {row} cannot be made: {one_line(error)}") from error
+        unseen = {flag: key for flag, key in unseen.items() if key not in data}
         if not prompt or data[keys[0]] == "":
             raise UsageError(f"{where}: the prompt of row {row} is empty; drop that row.")
         if json_for:
@@ -115,3 +125,7 @@ def _check_rows(
                 f"{where}: the prompt of row {row} has {length} tokens, but --data.max_len {args.data.max_len}"
                 f"{with_responses} leaves {room}; raise --data.max_len or drop it."
             )
+    for flag, key in unseen.items():
+        raise UsageError(f"{where}: no row has a column {key!r} (--data.{flag}); give its name, or leave that out.")
+    if args.data.apply_chat_template:
+        name_unread(variables, tokenizer)

@@ -1,8 +1,10 @@
 """Prompts and labels as their files say them, for OpenRLHF's loader of prompts, checks and ``cli.evaluate``."""
 
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ from openrlhf.datasets import PromptDataset, prompts_dataset, utils
 
 from openrlhf_gtpo.errors import UsageError, one_line
 from openrlhf_gtpo.platform.tables import csv_rows, json_rows
+from openrlhf_gtpo.training.settings.prompts import template_variables
 
 TABLES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 _SPLIT_FLAGS = {"--data.prompt_dataset": " (--data.prompt_split)", "--eval.dataset": " (--eval.split)"}
@@ -42,16 +45,81 @@ class Prompts(PromptDataset):
 def prompt_and_label(row: Mapping[str, Any], args: SimpleNamespace, tokenizer: Any) -> tuple[str, Any]:
     """A row's prompt, as the model reads it, and its label, both as upstream makes them, but ``<image>`` is text if
     the model is one of text. Upstream makes a list of parts of every content with these letters, which many templates
-    print as Python does (openrlhf 0.11.2, datasets/prompts_dataset.py, preprocess_data).
+    print as Python does (openrlhf 0.11.2, datasets/prompts_dataset.py, preprocess_data). A chat template gets what
+    the settings of ``settings/prompts.py`` say. Every command makes its prompts here.
 
     Args:
         tokenizer: the model's; a processor, if it reads images.
 
     Raises:
         UsageError: the prompt is neither text nor messages, or has content that is not text and that the model, or
-            its template, does not read; as a clause.
+            its template, does not read; or the template does not print the system prompt or the tools; as a clause.
     """
-    given, template = row[args.data.input_key], args.data.apply_chat_template and tokenizer.apply_chat_template
+    data = args.data
+    if not data.apply_chat_template:
+        return _made(row, args, tokenizer, None)
+    messages, tools = _messages(row, data), _tools(row, data)
+    template = partial(tokenizer.apply_chat_template, **variables_of(row, data))
+    with_tools = partial(template, tools=tools) if tools else template
+    prompt, label = _made({**row, data.input_key: messages}, args, tokenizer, with_tools)
+    if messages is not row[data.input_key] and data.system_prompt.strip() not in prompt:
+        raise UsageError("the chat template does not print the message of --data.system_prompt; leave it out")
+    if tools and _made({**row, data.input_key: messages}, args, tokenizer, template)[0] == prompt:
+        raise UsageError(
+            f"the chat template does not print tools (--data.tools_key {data.tools_key}); write them into the messages"
+        )
+    return prompt, label
+
+
+def variables_of(row: Mapping[str, Any], data: SimpleNamespace) -> dict[str, Any]:
+    """The variables that the chat template gets for ``row``; raises UsageError, as a clause."""
+    own = None if data.chat_template_kwargs_key is None else row.get(data.chat_template_kwargs_key)
+    try:
+        return template_variables(data.chat_template_kwargs) | template_variables(own or None)
+    except ValueError as error:
+        raise UsageError(
+            f"its {data.chat_template_kwargs_key!r} (--data.chat_template_kwargs_key): {error}"
+        ) from error
+
+
+def name_unread(names: Iterable[str], tokenizer: Any) -> None:
+    """Print one line with those of the variables ``names`` that no template of ``tokenizer`` reads."""
+    from jinja2 import Environment
+
+    templates = tokenizer.chat_template
+    texts = templates.values() if isinstance(templates, dict) else [templates or ""]
+    read = {value for text in texts for _, kind, value in Environment().lex(text) if kind == "name"}
+    if unread := sorted({*names} - read):
+        print(f"The chat template does not read {', '.join(unread)}, which has no effect here.", file=sys.stderr)
+
+
+def _tools(row: Mapping[str, Any], data: SimpleNamespace) -> list[dict[str, Any]] | None:
+    given = None if data.tools_key is None else row.get(data.tools_key)
+    tools = given
+    if isinstance(given, str):
+        try:
+            tools = json.loads(given or "null")
+        except ValueError as error:
+            raise UsageError(f"its {data.tools_key!r} (--data.tools_key) is no JSON ({error}): {given:.60}") from error
+    if tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        return tools or None
+    raise UsageError(
+        f"its {data.tools_key!r} (--data.tools_key) is {one_line(repr(given)):.60}, not a list of JSON schemas"
+    )
+
+
+def _messages(row: Mapping[str, Any], data: SimpleNamespace) -> Any:
+    """What the row has as its prompt, after the run's system prompt unless it begins with its own."""
+    given = row[data.input_key]
+    messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    has_messages = isinstance(messages, list) and messages and isinstance(messages[0], dict)
+    if data.system_prompt is None or not has_messages or messages[0].get("role") == "system":
+        return given
+    return [{"role": "system", "content": data.system_prompt}, *messages]
+
+
+def _made(row: Mapping[str, Any], args: SimpleNamespace, tokenizer: Any, template: Any) -> tuple[str, Any]:
+    given = row[args.data.input_key]
     keys = args.data.input_template, args.data.input_key, args.data.label_key, template
     if hasattr(tokenizer, "image_processor"):
         return _preprocess(row, *keys)
@@ -142,6 +210,7 @@ def rows_of(args: SimpleNamespace, name: str, split: str, flag: str = "data set"
     folder = name.partition("@")[0].strip()
     keys = {"input_key": args.data.input_key, "label_key": args.data.label_key}
     wanted = [args.data.input_key, args.data.label_key, getattr(args.data, "image_key", "images"), "datasource"]
+    wanted += [args.data.chat_template_kwargs_key, args.data.tools_key]
     number = 0
     try:
         for number, row in enumerate(_rows(args, name, split, flag, wanted), 1):
@@ -216,7 +285,15 @@ def _table_rows(table: Any, wanted: Sequence[str | None]) -> Iterator[dict[str, 
     features.ujson_loads = json.loads  # pandas' rounds floats and drops halves of surrogate pairs
     if {*filter(None, wanted[:2])} <= {*table.column_names}:  # or the row is refused, with its columns
         table = table.select_columns([name for name in wanted if name in table.column_names])
-    yield from table
+    for row in table:
+        yield {name: _without_nulls(value) if name in wanted[-2:] else value for name, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    """``value`` without the keys that Arrow adds to an object because another row's has them."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from openrlhf_gtpo.training.features import FEATURES
 from openrlhf_gtpo.training.settings.algorithms import algorithm_groups
 from openrlhf_gtpo.training.settings.megatron_flags import MEGATRON
 from openrlhf_gtpo.training.settings.presets import PRESET
+from openrlhf_gtpo.training.settings.prompts import PROMPTS
 from openrlhf_gtpo.training.settings.run import RUN
 from openrlhf_gtpo.training.settings.setting import Group, Need, Setting, Values
 from openrlhf_gtpo.training.settings.supervision import SUPERVISION
@@ -30,7 +31,15 @@ DERIVED: Values = {
 
 def setting_groups() -> tuple[Group, ...]:
     """All settings, in the order of --help, and of what they imply: a preset chooses the estimator."""
-    return (PRESET, RUN, SUPERVISION, *(feature.settings for feature in FEATURES), MEGATRON, *algorithm_groups())
+    return (
+        PRESET,
+        RUN,
+        PROMPTS,
+        SUPERVISION,
+        *(feature.settings for feature in FEATURES),
+        MEGATRON,
+        *algorithm_groups(),
+    )
 
 
 def all_settings() -> Iterator[Setting]:

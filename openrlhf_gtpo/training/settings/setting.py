@@ -101,8 +101,8 @@ class Setting:
     needs: tuple[Need, ...] = ()
     page: str | None = None
 
-    def add_to(self, group: argparse._ArgumentGroup) -> None:
-        """Add the flag to a parser's group."""
+    def add_to(self, group: argparse._ActionsContainer) -> None:
+        """Add the flag to a parser or a group of one."""
         options: dict[str, Any] = {"default": self.default, "help": self.help.replace("%", "%%")}
         if isinstance(self.default, bool):
             options |= {"action": argparse.BooleanOptionalAction}

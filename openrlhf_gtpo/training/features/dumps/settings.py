@@ -60,6 +60,7 @@ REPLAY = Group(
             (
                 *("vllm.*", "eval.*", "reward.remote_url", "reward.model_name_or_path", "reward.num_*"),
                 *("data.prompt_*", "data.input_*", "data.label_key", "data.apply_chat_template", "data.max_samples"),
+                *("data.chat_template_kwargs*", "data.tools_key", "data.system_prompt"),
                 *("data.dataloader_num_workers", "rollout.vllm_generate_batch_size"),
                 *("algo.dynamic_filtering_*", "train.agent_func_path", "train.num_episodes"),
             ),

@@ -1,0 +1,126 @@
+"""How a row of data becomes the text that the model reads: the settings, and the file that keeps them beside a trained
+model, where ``cli.ask``, ``cli.evaluate`` and ``cli.score`` find them. ``checks/prompts.py`` makes the text."""
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.training.settings.setting import Group, Setting, needs_flag
+
+FILE = "prompts.json"  # in a folder of a trained model
+
+# Arguments of Transformers' apply_chat_template that are no variables of a template, or that a flag gives.
+_RESERVED = frozenset(
+    "conversation messages tools chat_template add_generation_prompt continue_final_message tokenize padding "
+    "truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
+)
+
+
+def template_variables(value: Any) -> dict[str, Any]:
+    """``value``, an object, a JSON text of one, or None, as variables for a chat template.
+
+    Raises:
+        ValueError: it is something else, or names what is no variable of a template; as a clause.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"it is no JSON ({error}): {value:.60}") from error
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError(f'expected a JSON object, such as {{"enable_thinking": false}}, got {value!r:.60}')
+    if reserved := sorted(_RESERVED & value.keys()):
+        instead = " (tools come from --data.tools_key)" if "tools" in reserved else ""
+        raise ValueError(f"{', '.join(reserved)} is no variable of a template{instead}")
+    return value
+
+
+def _flag(text: str) -> str:
+    try:
+        template_variables(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text  # as text: upstream would make a namespace of an object
+
+
+PROMPTS = Group(
+    "prompts",
+    "what a chat template is given besides the messages; kept beside the trained model, for the other commands",
+    (
+        Setting(
+            "data.chat_template_kwargs",
+            None,
+            "variables for the chat template as a JSON object, such as '{\"enable_thinking\": false}' for Qwen3; "
+            "those that the template does not read are named",
+            _flag,
+            metavar="JSON",
+        ),
+        Setting(
+            "data.chat_template_kwargs_key",
+            None,
+            "column with a row's own such variables, which replace those of the same name; null or none for no more",
+            metavar="COLUMN",
+        ),
+        Setting(
+            "data.tools_key",
+            None,
+            "column with the tools that the chat template prints: a list of JSON schemas, or a JSON text of it; null "
+            "or none for no tools",
+            metavar="COLUMN",
+        ),
+        Setting(
+            "data.system_prompt",
+            None,
+            "system message before the messages of every row that does not begin with its own",
+            metavar="TEXT",
+        ),
+    ),
+    needs=(needs_flag("data.apply_chat_template"),),
+    page="train.md#prompts",
+)
+
+NONE: Mapping[str, Any] = {setting.flag: setting.default for setting in PROMPTS.settings}
+_KEPT = ("data.apply_chat_template", "data.input_template", *NONE)
+
+
+def keep_prompts(folder: Path, data: SimpleNamespace) -> None:
+    """Write how a run with the arguments ``data`` makes its prompts into the ``folder`` of its model."""
+    kept = {flag.removeprefix("data."): getattr(data, flag.removeprefix("data.")) for flag in _KEPT}
+    (folder / FILE).write_text(json.dumps(kept, ensure_ascii=False, indent=1) + "\n", "utf-8")
+
+
+def kept_prompts(folder: Path) -> dict[str, Any]:
+    """What the run that trained the model in ``folder`` made its prompts with, by flag; empty if no file says it.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    path = folder / FILE
+    if not path.is_file():
+        return {}
+    try:
+        kept = json.loads(path.read_text("utf-8"))
+        found = {flag: kept[flag.removeprefix("data.")] for flag in _KEPT}
+        template_variables(found["data.chat_template_kwargs"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UsageError(
+            f"{path} cannot be read ({error}); remove it, and say with flags how prompts are made."
+        ) from (error)
+    return found
+
+
+def filled(flags: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """``flags`` with the trained model's settings in the place of those that were not given, which are None."""
+    kept = kept_prompts(folder)
+    if flags["data.apply_chat_template"] is not None or flags["data.input_template"]:
+        kept |= dict.fromkeys(("data.apply_chat_template", "data.input_template"))  # one of them says how
+    taken = {flag: value for flag, value in kept.items() if flags[flag] is None and value not in (None, False)}
+    if not (flags["data.apply_chat_template"] or taken.get("data.apply_chat_template")):
+        taken = {flag: value for flag, value in taken.items() if flag not in NONE}
+    return flags | taken | {"data.apply_chat_template": bool({**flags, **taken}["data.apply_chat_template"])}
