@@ -25,6 +25,7 @@ from openrlhf_gtpo.training.controller.metrics import (
     describe_rollout,
     eval_metrics,
     held_out_statistics,
+    outcomes_line,
     sources_of,
     step_warnings,
 )
@@ -323,6 +324,8 @@ class Controller:
         Args:
             stays: as for ``Trackers.train``.
         """
+        if self.step == 1 and (line := outcomes_line(self.maker.outcome, self.maker.credit)):
+            print(line, flush=True)
         before = self.warnings
         self.warnings = step_warnings(metrics, self.maker.outcome, self.args, self.maker.credit)
         for name in self.warnings.keys() - before.keys():

@@ -30,6 +30,30 @@ def step_warnings(
     return {names.WARNING_PREFIX + name: sentence for name, sentence in sentences.items() if sentence}
 
 
+def outcomes_line(outcome: Tensor, credit: EntropyCredit | None) -> str | None:
+    """The range of a rollout's rewards and how many count as successes; None if the estimator has no threshold.
+
+    Args:
+        outcome: (B,) rewards before any length penalty.
+    """
+    threshold = getattr(credit and credit.config, "success_threshold", None)
+    if credit is None or threshold is None:
+        return None
+    low, high = outcome.float().aminmax()
+    succeeded = success(outcome, threshold)
+    line = (
+        f"Rewards are {low.numpy()!s} to {high.numpy()!s}, {outcome.float().mean():.3f} on average; "
+        f"{int(succeeded.sum())} of {len(outcome)} reach --algo.{credit.name}.success_threshold {threshold:g} and "
+        "count as successes, the others as failures"
+    )
+    partial = ~succeeded & (outcome > outcome.min())
+    return (
+        f"{line}, also {int(partial.sum())} between; lower the threshold if those are right."
+        if partial.any()
+        else (f"{line}.")
+    )
+
+
 def _equal_groups(
     status: Mapping[str, Any], outcome: Tensor, args: SimpleNamespace, credit: EntropyCredit | None
 ) -> str | None:
@@ -72,11 +96,12 @@ def _cut_off(status: Mapping[str, Any], args: SimpleNamespace) -> str | None:
 
 def describe_rollout(experiences: Sequence[Experience], tokenizer: Any) -> dict[str, Any]:
     """Upstream's statistics of a step's own rows (openrlhf 0.11.2, trainer/ppo_trainer.py, _compute_rollout_stats),
-    and the text of the first row with its reward."""
+    and the text of the first row, as rewards read it, with its reward."""
     rewards = torch.cat([experience.info["reward"] for experience in experiences]).float()
     lengths = torch.cat([experience.response_length for experience in experiences]).float()
     truncated = torch.cat([experience.truncated for experience in experiences]).float()
-    [text] = tokenizer.batch_decode(experiences[0].sequences[:1], skip_special_tokens=True)
+    tokens = experiences[0].sequences[0][experiences[0].attention_mask[0].bool()]
+    [text] = tokenizer.batch_decode(tokens.unsqueeze(0), skip_special_tokens=False)
     return {
         "rollout/reward_mean": rewards.mean().item(),
         "rollout/reward_std": rewards.std().item() if len(rewards) > 1 else 0.0,

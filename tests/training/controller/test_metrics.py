@@ -9,10 +9,39 @@ import torch
 from openrlhf.trainer.ppo_trainer import compute_eval_metrics
 
 from openrlhf_gtpo.report import names
-from openrlhf_gtpo.training.controller.metrics import eval_metrics, held_out_statistics, sources_of, step_warnings
+from openrlhf_gtpo.training.controller.metrics import (
+    eval_metrics,
+    held_out_statistics,
+    outcomes_line,
+    sources_of,
+    step_warnings,
+)
 from openrlhf_gtpo.training.credit.entropy_credit import entropy_credit
 from openrlhf_gtpo.training.rows import Row
 from tests.support.rollouts import arguments
+
+SHAPED = torch.tensor([0.0, 0.25, 0.5, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (
+            ["gtpo"],
+            "Rewards are 0.0 to 1.0, 0.438 on average; 1 of 4 reach --algo.gtpo.success_threshold 1 and count as "
+            "successes, the others as failures, also 2 between; lower the threshold if those are right.",
+        ),
+        (
+            ["grpo_s", "--algo.grpo_s.success_threshold", "0.2"],
+            "Rewards are 0.0 to 1.0, 0.438 on average; 3 of 4 reach --algo.grpo_s.success_threshold 0.2 and count as "
+            "successes, the others as failures.",
+        ),
+        (["group_norm"], None),  # has no threshold
+    ],
+)
+def test_the_first_rollout_says_how_many_succeed(flags: list[str], line: str | None) -> None:
+    assert outcomes_line(SHAPED, entropy_credit(arguments("--algo.advantage.estimator", *flags))) == line
+
 
 LEARNS = {
     names.GROUPS_UNIFORM: 15.0,
