@@ -18,9 +18,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-VERSION = 5
-# Version 1 lacks the settings that only a replay needs, 1 and 2 ratios, 1 to 3 the guide, and 1 to 4 the versions.
-_READ = (1, 2, 3, 4, VERSION)
+VERSION = 6
+# Version 1 lacks the settings that only a replay needs, 1 and 2 ratios, 1 to 3 the guide, 1 to 4 the versions, and
+# 1 to 5 the texts.
+_READ = (1, 2, 3, 4, 5, VERSION)
 FOLDER = "rollouts"  # in --ckpt.path
 
 _KEY = b"openrlhf_gtpo.rollouts"  # in the file's metadata: the settings as JSON
@@ -44,6 +45,7 @@ SCHEMA = pa.schema(
         pa.field("versions", pa.list_(pa.int32())),
         pa.field("ratio", pa.list_(pa.float32())),
         pa.field("clipped", pa.list_(pa.bool_())),
+        pa.field("texts", pa.string()),
     ]
 )
 

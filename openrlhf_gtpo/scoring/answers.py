@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -173,15 +174,22 @@ def _graded(
     source: str,
     threads: ThreadPoolExecutor,
 ) -> dict[str, Any]:
+    from openrlhf_gtpo.training.checks.reward import takes_responses
     from openrlhf_gtpo.training.rollout.rewards import reason_of, reward_and_score
 
     (prompt, label), outputs, decode = question, result.outputs, engine.get_tokenizer().decode
     # As in training: an answer that is decoded alone may lose its first space.
     queries = [decode([*result.prompt_token_ids, *output.token_ids]) for output in outputs]
     try:
-        results = threads.map(lambda query: reward([query], [prompt], [label]), queries)
+        texts = [decode(output.token_ids, skip_special_tokens=True) for output in outputs]
+
+        def call(function: Callable[..., Any], query: str, text: str) -> Any:
+            more = {"responses": [text]} if takes_responses(function) else {}
+            return function([query], [prompt], [label], **more)
+
+        results = threads.map(partial(call, reward), queries, texts)
         scores = [reward_and_score(result)[0] for result in results]
-        answers = answer_of and [answer_of([query], [prompt], [label]) for query in queries]
+        answers = answer_of and [call(answer_of, *pair) for pair in zip(queries, texts, strict=True)]
     except (Exception, SystemExit) as error:  # the user's code
         raise TrainingStopped(
             f"Could not grade an answer with {source}: {reason_of(error, source)}. Its question: {prompt!r}"

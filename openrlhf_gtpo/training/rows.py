@@ -45,7 +45,8 @@ class Row:
     reward: float | int | None  # None: a reward model gives it
     score: float | int | None
     truncated: bool = False
-    logs: dict[str, Any] = field(default_factory=dict)  # the reward's extra_logs
+    logs: dict[str, Any] = field(default_factory=dict)  # the numbers among the reward's extra_logs
+    texts: dict[str, str] = field(default_factory=dict)  # the texts among them, for dumps
     images: Any = None
     image_inputs: Any = None  # what upstream's image processor made of them
     reward_dtype: torch.dtype | None = None  # in which success is decided; None: torch's for the number
@@ -79,6 +80,7 @@ class Row:
             # Upstream ends an agent whose context is full, and counts it as cut off only if its last turn was.
             ends = [end for _, end in response["action_ranges"]]
             full = max_len <= len(tokens) > max(ends, default=0)
+            logs = response.get("extra_logs", {})
             return cls(
                 prompt=response["prompt"],
                 label=response["label"],
@@ -89,7 +91,8 @@ class Row:
                 reward=numbers["reward"],
                 score=numbers["scores"],
                 truncated=bool(response.get("truncated", False)) or full,
-                logs={name: _first(value) for name, value in response.get("extra_logs", {}).items()},
+                logs={name: _first(value) for name, value in logs.items() if not isinstance(value, str)},
+                texts={str(name): value for name, value in logs.items() if isinstance(value, str)},
                 images=response.get("images"),
                 image_inputs=response.get("mm_train_inputs"),
             )
@@ -97,7 +100,8 @@ class Row:
             what = f"{type(error).__name__}: {one_line(error):.200}"
             raise TrainingStopped(
                 "Expected --train.agent_func_path to return a response as OpenRLHF's MultiTurnAgentExecutor.execute "
-                f"does, with numbers as reward, scores and extra_logs, got one that cannot be read ({what}): "
+                "does, with numbers as reward and scores, and numbers or texts as extra_logs, "
+                f"got one that cannot be read ({what}): "
                 f"{response!r:.300}"
             ) from error
 

@@ -34,6 +34,7 @@ COLUMNS: dict[str, Any] = {
     "versions": None,
     "ratio": [[1.0, 1.0, 1.5], []],
     "clipped": [[False, False, True], []],
+    "texts": ['{"parsed": "4"}', "{}"],
 }
 SETTINGS = {"step": 7, "estimator": "gtpo", "config": {"alpha2": 0.1}}
 
@@ -42,7 +43,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = dump_file(tmp_path / "rollouts", 7)
     write_dump(path, SETTINGS, COLUMNS)
     dump = read_dump(path)
-    assert dump.step == 7 and dump.settings == {"version": 5, **SETTINGS}
+    assert dump.step == 7 and dump.settings == {"version": 6, **SETTINGS}
     for field in rollouts.SCHEMA:
         read, written = dump.columns[field.name], COLUMNS[field.name]
         if written is None:
@@ -122,8 +123,8 @@ def test_a_folder_of_dumps_is_not_read_as_one(tmp_path: Path) -> None:
 
 def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = dump_file(tmp_path, 7)
-    monkeypatch.setattr(rollouts, "VERSION", 6)
+    monkeypatch.setattr(rollouts, "VERSION", 7)
     write_dump(path, SETTINGS | {"openrlhf_gtpo": "9.1"}, COLUMNS)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="of version 6, but this package reads versions 1 to 5; open it with .* 9.1"):
+    with pytest.raises(ValueError, match="of version 7, but this package reads versions 1 to 6; open it with .* 9.1"):
         read_dump(path)

@@ -54,6 +54,7 @@ def rollout(model: Path, tmp_path: Path, ranks: RankPool, monkeypatch: pytest.Mo
         "versions": None,
         "ratio": None,
         "clipped": None,
+        "texts": None,
     }
 
 

@@ -72,6 +72,7 @@ def columns(groups: int = 3, samples: int = 4, longest: int = 12, seed: int = 0)
         "versions": None,
         "ratio": (ratios := [random.normal(1.0, 0.2, n).astype(np.float32) for n in lengths]),
         "clipped": [np.abs(ratio - 1) > 0.2 for ratio in ratios],
+        "texts": None,
     }
 
 

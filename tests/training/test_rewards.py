@@ -11,25 +11,31 @@ import torch
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 
 from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.training.checks.reward import import_reward
 from openrlhf_gtpo.training.rollout.rewards import (
     Patience,
     RewardFailed,
     StrictRewardExecutor,
     engine_works,
 )
+from openrlhf_gtpo.training.rows import Row
+
+END = ord("~")  # a special token
 
 
 class Tokenizer:
     def __call__(self, text: str, **options: Any) -> dict[str, torch.Tensor]:
         return {"input_ids": torch.tensor([[ord(c) for c in text]])}
 
-    def decode(self, tokens: list[int], **options: Any) -> str:
-        return "".join(map(chr, tokens))
+    def decode(self, tokens: list[int], skip_special_tokens: bool = False, **options: Any) -> str:
+        return "".join(chr(token) for token in tokens if not skip_special_tokens or token != END)
 
 
 class Engine:
+    tokens = [ord("4")]
+
     async def generate(self, tokens: list[int], params: Any, multi_modal_data: Any = None) -> Any:
-        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=[ord("4")], finish_reason="stop", logprobs=None)])
+        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=self.tokens, finish_reason="stop", logprobs=None)])
 
 
 def answer(executor: StrictRewardExecutor) -> dict[str, Any]:
@@ -120,10 +126,32 @@ def test_the_first_number_of_an_extra_log_is_logged(tmp_path: Path) -> None:
     assert output["extra_logs"] == {"x": 0.5, "y": 1, "z": 3}
 
 
-@pytest.mark.parametrize("logs", ["['x']", "{'x': 'good'}", "{'x': []}", "{'x': object}", "'x'"])
+def test_texts_among_extra_logs_stay_texts(tmp_path: Path) -> None:
+    """They are for the dump and the viewer; a row's metrics are numbers."""
+    output = answer(executor(tmp_path, "return {'rewards': 1.0, 'extra_logs': {'parsed': '4', 'x': 2, 'kl': 'text'}}"))
+    row = Row.of_response(output, 0, 64)
+    assert row.logs == {"x": 2} and row.texts == {"parsed": "4", "kl": "text"}
+    assert not {"parsed", "kl"} & row.experience(64).info.keys()
+
+
+@pytest.mark.parametrize("responses", ["responses", "*, responses=None"])
+def test_a_reward_gets_responses_without_special_tokens_if_it_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, responses: str
+) -> None:
+    path, same = tmp_path / "reward.py", "queries == ['2 + 2 = 4~'] and responses == ['4']"
+    path.write_text(
+        f"def reward_func(queries, prompts, labels, {responses}):\n    return {{'rewards': float({same})}}\n"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "tokens", [ord("4"), END])
+        assert answer(StrictRewardExecutor([str(path)], Patience()))["reward"] == 1.0
+    import_reward(str(path))
+
+
+@pytest.mark.parametrize("logs", ["['x']", "{'x': []}", "{'x': object}", "'x'"])
 def test_extra_logs_that_are_no_numbers_stop_the_run(tmp_path: Path, logs: str) -> None:
     with pytest.raises(
-        TrainingStopped, match="Expected 'extra_logs' from .*reward.py to map each name to a number, got"
+        TrainingStopped, match="Expected 'extra_logs' from .*reward.py to map each name to a number or a text, got"
     ):
         answer(executor(tmp_path, f"return {{'rewards': 1.0, 'extra_logs': {logs}}}"))
 

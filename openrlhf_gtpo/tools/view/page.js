@@ -243,6 +243,8 @@ function showResponse() {
     + `${s.penalty[row] ? `, length penalty ${format(s.penalty[row])}` : ""}, ${length(s, row)} tokens`
     + `${s.guided?.[row] ? ", sampled by the guide" : ""}${s.truncated[row] ? ", cut off at the limit" : ""}`
     + `, mean advantage ${format(s.advantage[row])}`;
+  $("said").replaceChildren(...Object.entries(s.texts?.[row] ?? {})
+    .flatMap(([name, text]) => [element("dt", name), element("dd", text)]));
   $("prompt").lastElementChild.textContent = data.prompts[s.prompt[row]];
   const others = data.steps.flatMap((one, index) => one !== s && one.prompt.includes(s.prompt[row]) ? [index] : []);
   $("elsewhere").replaceChildren(...(others.length ? ["The same prompt in step ", ...others.map((index) => {

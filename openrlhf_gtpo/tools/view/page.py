@@ -164,6 +164,7 @@ def _step(dump: RolloutDump, methods: Sequence[Method], part: float, packed: Pac
         "truncated": columns["truncated"][rows].astype(int).tolist(),
         "guided": None if columns["guided"] is None else columns["guided"][rows].astype(int).tolist(),
         "advantage": printed_rows(means),
+        "texts": None if columns["texts"] is None else [json.loads(columns["texts"][row]) for row in rows],
         "pieces": packed.array(np.array([ids.setdefault(piece, len(ids)) for piece in pieces], np.uint32)),
         "mask": packed.array(mask.astype(np.uint8)),
         "entropy": pack_column("entropy"),

@@ -40,17 +40,26 @@ def import_reward(file: str) -> Callable[..., Any]:
     """Return ``reward_func`` from a Python file; refuse what OpenRLHF cannot call."""
     reward_func = import_file(file, "--reward.remote_url", "reward_func")
     try:
-        inspect.signature(reward_func).bind([], [], [])
+        inspect.signature(reward_func).bind([], [], [], **({"responses": []} if takes_responses(reward_func) else {}))
     except TypeError as error:
         raise UsageError(
-            f"--reward.remote_url {file}: reward_func is called with three lists, (queries, prompts, labels), which "
-            f"it does not take: {error}."
+            f"--reward.remote_url {file}: reward_func is called with three lists, (queries, prompts, labels), and "
+            f"responses by name if it has such an argument, which it does not take: {error}."
         ) from error
     except ValueError:  # a compiled function may have no signature to read
         pass
     if inspect.iscoroutinefunction(reward_func):
         raise UsageError(f"--reward.remote_url {file}: OpenRLHF does not await reward_func; write it without async.")
     return reward_func
+
+
+def takes_responses(function: Callable[..., Any]) -> bool:
+    """Whether a reward function, or what stands beside it, names the argument ``responses``: the responses' texts
+    without the special tokens that ``queries`` have."""
+    try:
+        return "responses" in inspect.signature(function).parameters
+    except ValueError:  # a compiled function may have no signature to read
+        return False
 
 
 def import_file(file: str, flag: str, name: str) -> Callable[..., Any]:

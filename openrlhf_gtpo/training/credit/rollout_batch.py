@@ -29,6 +29,7 @@ class RolloutBatch:
     prompts: list[str]  # B texts, for messages
     off_policy: Tensor  # (B,) bool, rows of another sampler (see ``Row``)
     versions: Tensor | None = None  # (B, T) int, of the weights that drew an action, or -1; None if no engine says it
+    texts: list[dict[str, str]] | None = None  # B, texts of rewards or agents, by name; None if there are none
 
     @classmethod
     def gather(
@@ -63,6 +64,7 @@ class RolloutBatch:
             prompts=[row.prompt for row in rollout],
             off_policy=torch.tensor([row.off_policy for row in rollout]),
             versions=_versions(rollout, width),
+            texts=[row.texts for row in rollout] if any(row.texts for row in rollout) else None,
         )
 
     def in_rows(self, values: Sequence[TokenValues]) -> TokenValues:

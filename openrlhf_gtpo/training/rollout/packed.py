@@ -15,7 +15,19 @@ from openrlhf_gtpo.training.rows import Row
 # What a row has for each token (21 bytes of it), and what it has once.
 _COLUMNS = {"tokens": np.int32, "mask": np.bool_, "log_probs": np.float32, "versions": np.int32}
 _COLUMNS |= {f"values.{name}": np.float32 for name in TokenValues._fields}
-_ONCE = ("prompt", "label", "number", "reward", "score", "truncated", "logs", "off_policy", "weight", "metrics")
+_ONCE = (
+    "prompt",
+    "label",
+    "number",
+    "reward",
+    "score",
+    "truncated",
+    "logs",
+    "texts",
+    "off_policy",
+    "weight",
+    "metrics",
+)
 
 
 def pack(rows: Sequence[Row]) -> torch.Tensor:

@@ -7,10 +7,11 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,6 +20,7 @@ from openrlhf.utils.agent import SingleTurnAgentExecutor
 
 from openrlhf_gtpo.errors import TrainingStopped, one_line
 from openrlhf_gtpo.report import names
+from openrlhf_gtpo.training.checks.reward import takes_responses
 
 T = TypeVar("T")
 
@@ -137,6 +139,26 @@ def refuse_taken_names(extra_logs: Iterable[str], source: str) -> None:
         )
 
 
+class _Generation:
+    """The engine of one response, which remembers it."""
+
+    def __init__(self, engine: Any, tokenizer: Any) -> None:
+        self._engine, self._tokenizer = engine, tokenizer
+        self._tokens: Sequence[int] = ()
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Any:
+        output = await self._engine.generate(*args, **kwargs)
+        self._tokens = output.outputs[0].token_ids
+        return output
+
+    def text(self) -> str:
+        """The response without special tokens."""
+        return self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+
+
+_generation: ContextVar[_Generation] = ContextVar("_generation")
+
+
 class StrictRewardExecutor(SingleTurnAgentExecutor):
     """Raises TrainingStopped with the reason and the prompt when the reward function or server fails, or returns
     anything but one number, which may be in a list or tensor.
@@ -151,8 +173,18 @@ class StrictRewardExecutor(SingleTurnAgentExecutor):
         self._patience = patience
         self._threads = asyncio.Semaphore(_THREADS)
 
-    async def execute(self, prompt: str, label: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        output = await super().execute(prompt, label, *args, **kwargs)
+    async def execute(
+        self,
+        prompt: str,
+        label: str,
+        sampling_params: Any,
+        max_length: int,
+        hf_tokenizer: Any,
+        llm_engine: Any,
+        images: Any = None,
+    ) -> dict[str, Any]:
+        _generation.set(generation := _Generation(llm_engine, hf_tokenizer))
+        output = await super().execute(prompt, label, sampling_params, max_length, hf_tokenizer, generation, images)
         if not self.reward_endpoints:
             return output
         returned, failure = output["reward"], output["extra_logs"].get(_FAILURE)
@@ -168,21 +200,27 @@ class StrictRewardExecutor(SingleTurnAgentExecutor):
         logs = returned.get("extra_logs")
         try:
             output["extra_logs"] = {  # upstream takes the first number of a tensor, but not of a list
-                name: torch.as_tensor(value, dtype=torch.float64).flatten()[0].item()
+                name: (
+                    value
+                    if isinstance(value, str)
+                    else torch.as_tensor(value, dtype=torch.float64).flatten()[0].item()
+                )
                 for name, value in (logs or {}).items()
             }
         except (AttributeError, IndexError, TypeError, ValueError, RuntimeError) as error:
             raise TrainingStopped(
-                f"Expected 'extra_logs' from {self._source} to map each name to a number, got "
+                f"Expected 'extra_logs' from {self._source} to map each name to a number or a text, got "
                 f"{str(logs)[:200]!r}. Prompt: {prompt!r}"
             ) from error
-        refuse_taken_names(output["extra_logs"], self._source)
+        numbers = [name for name, value in output["extra_logs"].items() if not isinstance(value, str)]
+        refuse_taken_names(numbers, self._source)
         return output
 
     async def _fetch_rewards_via_func(self, *columns: Any) -> list[dict[str, Any]]:
         """Like upstream's, in its own thread: a call that hangs takes no thread from the others."""
+        more = {"responses": [_generation.get().text()]} if takes_responses(self.reward_func) else {}
         async with self._threads:
-            return await self._or_failure(lambda: _in_thread(self.reward_func, *columns))
+            return await self._or_failure(lambda: _in_thread(partial(self.reward_func, *columns, **more)))
 
     async def _fetch_rewards_via_http(self, *columns: Any) -> list[dict[str, Any]]:
         fetch = super()._fetch_rewards_via_http
@@ -197,13 +235,13 @@ class StrictRewardExecutor(SingleTurnAgentExecutor):
             return [{"rewards": None, "extra_logs": {_FAILURE: failure}}]
 
 
-def _in_thread(function: Callable[..., T], *args: Any) -> Awaitable[list[T]]:
+def _in_thread(function: Callable[[], T]) -> Awaitable[list[T]]:
     result: Future[list[T]] = Future()
     result.set_running_or_notify_cancel()  # it cannot be cancelled
 
     def run() -> None:
         try:
-            result.set_result([function(*args)])
+            result.set_result([function()])
         except Exception as failure:  # a user's code
             result.set_exception(failure)
         except SystemExit as ended:  # it would end this thread alone, and the run would wait for a result

@@ -145,11 +145,13 @@ def test_another_variant_has_its_own_defaults_and_the_other_settings_of_the_run(
 
 
 def test_an_estimator_without_parts_shows_its_advantages(tmp_path: Path) -> None:
-    dump = read_dump(write(tmp_path))
+    texts = [json.dumps({"parsed": str(row)}) for row in range(12)]
+    dump = read_dump(write(tmp_path, table=columns() | {"texts": texts}))
     methods = read_methods(["gtpo", "forking_tokens:top_fraction=0.5"], dump)
     page, _ = make_page([dump], methods, 10**9)
     (step,) = data_of(page)["steps"]
     assert step["guided"] == [0, 0, 0, 1] * 3
+    assert step["texts"] == [{"parsed": str(row)} for row in range(12)]
     made = step["credits"][1]
     assert [made[name] for name in ("share", "reward", "mean", "std")] == [None] * 4
     advantages = credit(dump, methods[1]).advantages[padded(dump.columns["mask"])]

@@ -30,7 +30,7 @@ def dump(model: Path, tmp_path: Path) -> Callable[..., Path]:
         columns |= {"truncated": [False] * 4, "prompt_tokens": [[1]] * 4, "pieces": [["b", "c"]] * 4}
         columns |= {"mask": [[True, True]] * 4, "tokens": tokens}
         columns |= dict.fromkeys(("log_probs", "entropy", "advantages"), tokens)
-        columns |= dict.fromkeys(("rollout_log_probs", "ratio", "clipped", "guided", "versions"))
+        columns |= dict.fromkeys(("rollout_log_probs", "ratio", "clipped", "guided", "versions", "texts"))
         known = {"version": VERSION, "step": step, "batch_rows": 4, "vocabulary": vocabulary, "max_steps": 8}
         known |= {"temperature": 1.0, "entropy": "actor", "model": "other"}
         write_dump(dump_file(tmp_path / folder, step), known | settings, columns | (table or {}))

@@ -1,5 +1,6 @@
 """Rollout dumps, written alongside training and never in its way, and replays of them."""
 
+import json
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -139,6 +140,19 @@ def test_a_dump_has_what_was_trained_on(tmp_path: Path, monkeypatch: pytest.Monk
         torch.tensor(columns["length_penalty"]),
     )
     torch.testing.assert_close(again, advantages)
+
+
+def test_a_dump_has_the_texts_of_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = rollout(seed=3)
+    rows = batch.rows()
+    rows[3].texts = {"parsed": "三"}
+    for step, of_step in ((1, batch.rows()), (2, rows)):
+        run = Run(batch, dump_arguments(tmp_path, *DYNAMIC), monkeypatch)
+        run.make(step, of_step)
+        run.dumper.end()
+    without, dump = (read_dump(path).columns["texts"] for path in find_dumps(tmp_path))
+    assert without is None
+    assert [json.loads(text) for text in dump] == [{"parsed": "三"} if row == 3 else {} for row in range(20)]
 
 
 @pytest.mark.parametrize("source", ["actor", "sampler"])

@@ -1,6 +1,7 @@
 """Rollouts on disk: groups of a step, written by a thread while the step trains (``--logger.dump_rollouts``)."""
 
 import dataclasses
+import json
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -159,6 +160,7 @@ class RolloutDumper(ControllerFeature):
                     "entropy": None if batch.values is None else _floats(batch.values.entropy, row, columns),
                     "advantages": _floats(experience.advantages, i, columns),
                     "versions": None if batch.versions is None else batch.versions[row, columns].int().numpy(),
+                    "texts": None if batch.texts is None else json.dumps(batch.texts[row]),
                 }
 
     @cached_property
