@@ -3,14 +3,16 @@
 With ``--train.max_restarts`` or ``--train.stall_timeout`` this process only supervises: the run is the same command in
 its own process, and nothing is left of it before it is started again. That repairs whatever breaks in a run or between
 its processes (ranks, their groups, Ray itself), at the cost of one startup. Engines and rewards, which can be replaced
-while the rest keeps running, are the run's own business.
+while the rest keeps running, are the run's own business. It also does so on a terminal, if there is
+``--logger.metrics_path``: the terminal shows progress, and the run's output is in ``train.log`` beside the metrics.
 """
 
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 
@@ -63,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not args.ckpt.load_enable or args.ckpt.load_tag:  # W&B cannot go back to an earlier step
                 WandbRun(args).forget()
             # Supervise a process with the same command, or train here.
-            if args.train.max_restarts or args.train.stall_timeout:
+            if args.train.max_restarts or args.train.stall_timeout or _log_of(args):
                 command = [sys.executable, "-m", "openrlhf_gtpo.cli.train_ppo_ray", *words]
                 status = supervise(command, args, locks)
             else:
@@ -128,7 +130,8 @@ def supervise(command: Sequence[str], args: SimpleNamespace, locks: Sequence[int
     for restart in range(1, restarts + 2):
         heartbeat.clear()
         environment = os.environ | {_SUPERVISED: "1"}
-        status = run_and_clear(command, environment, hangs=hangs, locks=locks)
+        with _on_screen(args) as output:
+            status = run_and_clear(command, environment, hangs=hangs, locks=locks, **output)
         heartbeat.clear()
         if status in _ENDS:
             return 1 if status == _NOT_AGAIN else status
@@ -145,8 +148,48 @@ def supervise(command: Sequence[str], args: SimpleNamespace, locks: Sequence[int
             print(f"train_ppo_ray: {why}; restart {restart} of {restarts} {place}.", file=sys.stderr, flush=True)
             if is_new:
                 command += ["--ckpt.load_enable", "--ckpt.load_tag", ""]
-    print(f"train_ppo_ray stopped: {why}, after {restarts} restarts; {way_on(args)}.", file=sys.stderr)
+    tries = f", after {restarts} restarts" if restarts else ""
+    print(f"train_ppo_ray stopped: {why}{tries}; {way_on(args)}.", file=sys.stderr)
     return 1
+
+
+def _log_of(args: SimpleNamespace) -> Path | None:
+    """Where the run's output goes while its progress is on a terminal: beside its metrics. None if nobody watches, or
+    there are no metrics to show."""
+    path = args.logger.metrics_path
+    return Path(path).with_name("train.log") if path and sys.stdout.isatty() and sys.stderr.isatty() else None
+
+
+@contextmanager
+def _on_screen(args: SimpleNamespace) -> Iterator[dict[str, int]]:
+    """On a terminal, show progress within this block, and give the run's output a log. If the run fails, its last
+    words are shown too."""
+    log = _log_of(args)
+    if log is None:
+        yield {}
+        return
+    from openrlhf_gtpo.report.watch import watch
+    from openrlhf_gtpo.training.checks.data import PROMPTS, table_rows
+
+    log.parent.mkdir(parents=True, exist_ok=True)
+    data, prompts = args.data, 0
+    if args.rollout.is_sampled:
+        prompts = table_rows(args, data.prompt_dataset, data.prompt_split, PROMPTS) or 0
+    steps = min(prompts, data.max_samples) // args.rollout.batch_size * args.train.num_episodes
+    over = threading.Event()
+    screen = threading.Thread(target=watch, args=(Path(args.logger.metrics_path), steps, lambda: not over.is_set()))
+    print(f"The run's output goes to {log}.", file=sys.stderr)
+    with log.open("ab") as file:
+        begin = file.tell()
+        screen.start()
+        try:
+            yield {"output": file.fileno()}
+        finally:
+            over.set()
+            screen.join()
+    words = log.read_bytes()[begin:].decode(errors="replace").splitlines()
+    for line in [line for line in words if line.startswith("train_ppo_ray")] or words[-1:]:
+        print(line, file=sys.stderr)
 
 
 def _newest(args: SimpleNamespace) -> tuple[Path, int] | None:

@@ -1,7 +1,7 @@
 """A progress bar over a run's ``metrics.jsonl`` while another process trains."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from itertools import takewhile
 from pathlib import Path
@@ -17,13 +17,13 @@ _POLL_SECONDS = 0.5
 _SAMPLE_LENGTH = 80
 
 
-def watch(path: Path, steps: int, pid: int, console: Console | None = None) -> None:
-    """Show progress until the process ``pid`` ends; on a terminal as a bar, elsewhere as a line per step.
+def watch(path: Path, steps: int, runs: Callable[[], bool], console: Console | None = None) -> None:
+    """Show progress until the run does not run any more; on a terminal as a bar, elsewhere as a line per step.
 
     Args:
         path: the run's metrics file; it need not exist yet.
         steps: training steps of the whole run.
-        pid: the training process.
+        runs: whether it still runs.
     """
     console = console or Console(stderr=True)
     activity = (SpinnerColumn(), TextColumn("{task.description}", markup=False))
@@ -37,7 +37,7 @@ def watch(path: Path, steps: int, pid: int, console: Console | None = None) -> N
         running = True
         while running:
             # The process first, so that its last lines are still read.
-            running = _runs(pid)
+            running = runs()
             try:
                 entries = read_runs(path)[-1]
             except (OSError, ValueError):  # it does not exist yet, or has no whole line yet
@@ -109,7 +109,7 @@ def describe(entry: Mapping[str, Any]) -> str:
     return "  ".join(f"{label} {entry[key]:{form}}" for label, key, form in parts if entry.get(key) is not None)
 
 
-def _runs(pid: int) -> bool:
+def process_runs(pid: int) -> bool:
     """True while a process runs; one that has ended and waits for its parent shell no longer does."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -30,6 +30,8 @@ _DETERMINISTIC_ENVIRONMENT = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALG
 CPU_MEMORY_SHARE = 0.2
 
 _UPSTREAM_GPUS = 8  # of each group by upstream's default, and as many processes on a host without GPUs
+_UPSTREAM_TOKENS = 16192  # its --train.max_tokens_per_gpu, which takes a GPU's memory
+CPU_TOKENS = 2048  # of a micro-batch on Megatron, as in the quickstart
 
 
 class Gpus(NamedTuple):
@@ -107,6 +109,8 @@ def adapt(args: SimpleNamespace) -> None:
                 if own_gpus:
                     replace(section, f"--{name}.num_gpus_per_node", args.actor.num_gpus_per_node)
                 section.num_gpus_per_node = args.actor.num_gpus_per_node  # upstream compares groups that share, too
+    if args.actor.backend == "megatron" and args.train.max_tokens_per_gpu == _UPSTREAM_TOKENS:
+        replace(args.train, "--train.max_tokens_per_gpu", CPU_TOKENS)
     if "flash_attention" in args.ds.attn_implementation:
         replace(args.ds, "--ds.attn_implementation", "sdpa")
     if args.vllm.sync_backend == "nccl":

@@ -1,5 +1,6 @@
 """A supervised run is restarted after failures that a new start can mend, and after nothing else."""
 
+import json
 import os
 import signal
 import sys
@@ -39,6 +40,35 @@ def args(tmp_path: Path) -> SimpleNamespace:
         ),  # TensorBoard's folder
         train=SimpleNamespace(async_enable=False, stall_timeout=0.0, max_restarts=2),
     )
+
+
+def test_a_terminal_shows_progress_and_the_runs_last_words(args, tmp_path, training, monkeypatch, capsys) -> None:
+    """All that the run prints is in a log beside its metrics."""
+    args.train.max_restarts, args.logger.metrics_path = 0, str(tmp_path / "run" / "metrics.jsonl")
+    args.data = SimpleNamespace(prompt_dataset="hub/name", prompt_split="train", max_samples=64)
+    args.rollout = SimpleNamespace(is_sampled=True, batch_size=16)
+    args.train.num_episodes = 1
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "train.log").write_text("train_ppo_ray stopped: an earlier start\n")
+    step = {"kind": "train", "step": 1, "time": 0, "reward/mean": 0.5}
+    program = (
+        f"import os, pathlib; assert os.environ['{train_ppo_ray._SUPERVISED}']; print('much'); "
+        f"pathlib.Path({args.logger.metrics_path!r}).write_text({json.dumps(step)!r} + chr(10)); "
+        "print('train_ppo_ray stopped: it is over'); raise SystemExit(2)"
+    )
+    run = train_ppo_ray.run_and_clear
+    command = [sys.executable, "-c", program]
+    monkeypatch.setattr(train_ppo_ray, "run_and_clear", lambda _, *rest, **more: run(command, *rest, **more))
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    assert train_ppo_ray.main([]) == 2
+    said = capsys.readouterr().err
+    assert "much" not in said and "earlier" not in said and said.endswith("train_ppo_ray stopped: it is over\n")
+    assert "reward 0.50" in said
+    assert (tmp_path / "run" / "train.log").read_text().splitlines()[1:] == [
+        "much",
+        "train_ppo_ray stopped: it is over",
+    ]
 
 
 class Runs:
@@ -122,7 +152,9 @@ def test_a_signal_is_the_end_and_says_what_there_is_to_go_on_from(
         save(tmp_path, "global_step7")
     Runs(monkeypatch, status)
     assert train_ppo_ray.main([]) == status
-    way_on = "there is no checkpoint to go on from"
+    way_on = (
+        "there is no checkpoint to go on from; the same command with --ckpt.load_enable begins again in its folders"
+    )
     if has_checkpoint:
         way_on = f"the same command with --ckpt.load_enable goes on from {tmp_path}/_actor/global_step7"
     assert capsys.readouterr().err == f"train_ppo_ray stopped: {word}; {way_on}.\n"
@@ -138,7 +170,7 @@ def test_sigterm_ends_a_run_with_a_sentence_before_ray_is_there(args, training, 
     for terminated in (rays_handler, lambda args: os.kill(os.getpid(), signal.SIGTERM)):
         monkeypatch.setattr(train_ppo_ray, "train", terminated)
         assert train_ppo_ray.main([]) == 143
-        assert "stopped: terminated; there is no checkpoint to go on from." in capsys.readouterr().err
+        assert "stopped: terminated; there is no checkpoint to go on from; the same" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -151,7 +183,7 @@ def test_sigterm_ends_a_run_with_a_sentence_before_ray_is_there(args, training, 
         ),
         (
             0,
-            "train_ppo_ray stopped: its driver was killed by signal 6, after 0 restarts; there is no checkpoint to go",
+            "train_ppo_ray stopped: its driver was killed by signal 6; there is no checkpoint to go",
         ),
     ],
 )

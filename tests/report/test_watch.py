@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import MetricsWriter
-from openrlhf_gtpo.report.watch import describe, watch
+from openrlhf_gtpo.report.watch import describe, process_runs, watch
 
 TRAIN = {
     "kind": names.KIND_TRAIN,
@@ -43,7 +44,7 @@ def test_watch_prints_every_line_and_ends_with_the_process(tmp_path: Path) -> No
     trainer = subprocess.Popen([sys.executable, "-c", script])
     output = io.StringIO()
     started = time.monotonic()
-    watch(path, 4, trainer.pid, Console(file=output, force_terminal=False, width=120))
+    watch(path, 4, partial(process_runs, trainer.pid), Console(file=output, force_terminal=False, width=120))
     assert time.monotonic() - started < 20
     assert trainer.wait() == 0
     assert output.getvalue().splitlines() == [
@@ -70,7 +71,7 @@ def test_watch_prints_steps_that_the_file_has_already(tmp_path: Path, after: int
     )
     trainer = subprocess.Popen([sys.executable, "-c", script])
     output = io.StringIO()
-    watch(path, planned, trainer.pid, Console(file=output, force_terminal=False, width=120))
+    watch(path, planned, partial(process_runs, trainer.pid), Console(file=output, force_terminal=False, width=120))
     trainer.wait()
     said = output.getvalue().splitlines()
     assert said == [f"step {step}/{max(planned, step)}  reward 0.25" for step in steps]
@@ -79,7 +80,9 @@ def test_watch_prints_steps_that_the_file_has_already(tmp_path: Path, after: int
 def test_watch_of_a_run_that_dies_before_its_first_line_ends_quietly(tmp_path: Path) -> None:
     trainer = subprocess.Popen([sys.executable, "-c", "raise SystemExit(2)"])
     output = io.StringIO()
-    watch(tmp_path / "metrics.jsonl", 4, trainer.pid, Console(file=output, force_terminal=False))
+    watch(
+        tmp_path / "metrics.jsonl", 4, partial(process_runs, trainer.pid), Console(file=output, force_terminal=False)
+    )
     assert output.getvalue() == ""
     trainer.wait()
 
@@ -96,7 +99,7 @@ def test_on_a_terminal_the_bar_says_the_phase_and_the_time_left_inside_a_step(tm
         output = io.StringIO()
         os.utime(tmp_path / "metrics.jsonl.phase", (time.time() + (-60 if said_before_the_start else 5),) * 2)
         trainer = subprocess.Popen(["sleep", "1.2"])
-        watch(path, 4, trainer.pid, Console(file=output, force_terminal=True, width=160))
+        watch(path, 4, partial(process_runs, trainer.pid), Console(file=output, force_terminal=True, width=160))
         shown.append(output.getvalue())
         trainer.wait()
     stale, bar = shown
@@ -119,6 +122,6 @@ def test_after_a_resume_the_bar_has_the_steps_of_the_checkpoint(tmp_path: Path) 
     os.utime(tmp_path / "metrics.jsonl.phase", (time.time() + 5,) * 2)
     trainer = subprocess.Popen(["sleep", "0.5"])
     output = io.StringIO()
-    watch(path, 8, trainer.pid, Console(file=output, force_terminal=True, width=160))
+    watch(path, 8, partial(process_runs, trainer.pid), Console(file=output, force_terminal=True, width=160))
     trainer.wait()
     assert "3/8" in output.getvalue() and "5/8" not in output.getvalue()

@@ -34,6 +34,7 @@ def run_and_clear(
     patience: float = 10.0,
     hangs: Callable[[], bool] = lambda: False,
     locks: Sequence[int] = (),
+    output: int | None = None,
 ) -> int:
     """Run ``command`` until it ends, or SIGTERM, SIGINT or SIGHUP to this process ends it, then end its descendants.
     If this process is killed, the program gets SIGTERM.
@@ -43,6 +44,7 @@ def run_and_clear(
         patience: seconds that the program has after such a signal, until SIGKILL.
         hangs: called about once a second; True, or an error, ends the program too, with little patience.
         locks: file descriptors that the program gets, so that their locks last as long as it.
+        output: descriptor that the program writes to; None for this process's own.
 
     Returns:
         the program's exit status, -N if signal N killed it, 128 + the signal that this process received, or HUNG.
@@ -58,7 +60,14 @@ def run_and_clear(
     handled = [number for number in _FORWARDED if not (nohup and number == signal.SIGHUP)]
     before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in handled}
     try:
-        child = subprocess.Popen(command, env=dict(environment), pass_fds=locks, preexec_fn=_end_with_parent)
+        child = subprocess.Popen(
+            command,
+            env=dict(environment),
+            pass_fds=locks,
+            preexec_fn=_end_with_parent,
+            stdout=output,
+            stderr=output,
+        )
         end = os.pidfd_open(child.pid)  # Popen.wait polls twenty times a second
         signaled = None
         while child.poll() is None:

@@ -39,7 +39,10 @@ def way_on(args: SimpleNamespace) -> str:
         with suppress(CheckpointError):
             newest = newest_whole(*checkpoint_folders(args))
     if newest is None:
-        return "there is no checkpoint to go on from"
+        again = (
+            "" if args.ckpt.disable_ds else "; the same command with --ckpt.load_enable begins again in its folders"
+        )
+        return f"there is no checkpoint to go on from{again}"
     return f"the same command with --ckpt.load_enable goes on from {newest}"
 
 
@@ -163,11 +166,17 @@ def check_metrics_file(args: SimpleNamespace) -> None:
         return
     if not any(row["step"] for row in rows):
         return
-    if not args.ckpt.load_enable or any(row.get("ended") for row in rows):
+    ended, steps = any(row.get("ended") for row in rows), max(row["step"] for row in rows)
+    if not ended and not args.ckpt.load_enable and newest_whole(*checkpoint_folders(args)) is None:
+        raise UsageError(
+            f"--logger.metrics_path {path} holds a run of {steps} steps that died before its first checkpoint; give "
+            "--ckpt.load_enable to begin again in its folders, or choose another folder."
+        )
+    if ended or not args.ckpt.load_enable:
         why = "--ckpt.load_enable is not given"
         if args.ckpt.load_enable:
             why = f"--ckpt.path {args.ckpt.path} has no checkpoint"
         raise UsageError(
-            f"--logger.metrics_path {path} holds a run of {max(row['step'] for row in rows)} steps, and {why} to go "
-            "on with it; choose another folder for this run, or remove the earlier one."
+            f"--logger.metrics_path {path} holds a run of {steps} steps, and {why} to go on with it; choose another "
+            "folder for this run, or remove the earlier one."
         )

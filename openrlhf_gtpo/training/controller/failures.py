@@ -9,11 +9,12 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import ray
+import torch
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf_gtpo.checkpoints.files import CheckpointError
 from openrlhf_gtpo.checkpoints.folder import CheckpointWriteError
-from openrlhf_gtpo.errors import Restartable, StoppedOnRequest, TrainingStopped, UsageError, last_error
+from openrlhf_gtpo.errors import Restartable, StoppedOnRequest, TrainingStopped, UsageError, last_error, one_line
 from openrlhf_gtpo.platform.files import free_bytes, gigabytes
 
 E = TypeVar("E", bound=BaseException)
@@ -42,6 +43,12 @@ def cause_of(error: BaseException | None, kind: type[E] | tuple[type[E], ...]) -
     return found
 
 
+LESS_MEMORY = (
+    "If memory ran out, give less to --train.max_tokens_per_gpu (Megatron, and --train.dynamic_batch_enable) or "
+    "--train.micro_batch_size and --rollout.micro_batch_size: what is computed at once."
+)
+
+
 @contextmanager
 def explained() -> Iterator[None]:
     """Raise what ended a run on purpose, or what took it down, in place of Ray's error.
@@ -62,6 +69,8 @@ def explained() -> Iterator[None]:
             if ended is not None:
                 raise kind(str(ended)) from None
         raise_if_lost(error)
+        if (full := cause_of(error, torch.OutOfMemoryError)) is not None:
+            raise TrainingStopped(f"A GPU is full: {one_line(full):.300} {LESS_MEMORY}") from error
         raise
 
 
@@ -178,6 +187,8 @@ def raise_if_lost(error: BaseException) -> None:
         dead = []
     what = f"the node {', '.join(dead)} left the Ray cluster" if dead else "a process of the run died"
     why = f"the logs of its node say why. Ray says: {last_error(lost):.600}"
+    if isinstance(lost, ray.exceptions.OutOfMemoryError) or "memory" in str(lost):
+        why += f" {LESS_MEMORY}"
     raise Restartable(f"{what}, and training cannot go on without it; {why}") from None
 
 

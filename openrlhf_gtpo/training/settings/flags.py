@@ -8,6 +8,7 @@ from typing import Any
 
 from openrlhf_gtpo.algorithms import ESTIMATORS, SURROGATES
 from openrlhf_gtpo.training.features import FEATURES
+from openrlhf_gtpo.training.host import CPU_TOKENS
 from openrlhf_gtpo.training.settings.algorithms import algorithm_groups
 from openrlhf_gtpo.training.settings.megatron_flags import MEGATRON
 from openrlhf_gtpo.training.settings.presets import PRESET
@@ -64,6 +65,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     loss_type.choices = [*loss_type.choices, *SURROGATES]
     surrogates = ", ".join(f"{name} ({kind.summary})" for name, kind in SURROGATES.items())
     loss_type.help = f"how a step is clipped: OpenRLHF's ppo and gspo; {surrogates}"
+    for name, use in (("train", "trained on"), ("rollout", "computed at once before training")):
+        tokens = parser._option_string_actions[f"--{name}.max_tokens_per_gpu"]
+        tokens.help = (
+            f"most tokens {use} at once on a GPU, with the Megatron backend and --train.dynamic_batch_enable; fewer "
+            f"take less memory{f' ({CPU_TOKENS} for Megatron on a CPU)' if name == 'train' else ''}"
+        )
     for group in setting_groups():
         if group.settings:
             group.add_to(parser)

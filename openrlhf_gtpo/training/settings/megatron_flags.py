@@ -215,11 +215,18 @@ MEGATRON = Group(
         Ignored(
             (
                 *("ds.attn_implementation", "ds.deepcompile", "ds.experts_implementation", "ds.packing_samples"),
-                *("ds.value_head_prefix", "ds.zero_stage", "train.micro_batch_size"),
+                *("ds.value_head_prefix", "ds.zero_stage"),
             ),
             Need(
                 lambda values: values["actor.backend"] != "megatron" or _scores_on_deepspeed(values),
                 "not read by the Megatron actor",
+            ),
+        ),
+        Ignored(
+            ("train.micro_batch_size",),
+            Need(
+                lambda values: values["actor.backend"] != "megatron" or _scores_on_deepspeed(values),
+                "the Megatron actor's micro-batches have --train.max_tokens_per_gpu tokens",
             ),
         ),
     ),

@@ -72,6 +72,11 @@ class ExtendedParser(argparse.ArgumentParser):
         return frozenset(d for d in destinations if getattr(namespace, d) is not untouched)
 
     def error(self, message: str) -> NoReturn:
+        if "unrecognized" in message and "_steps" in message:
+            message += (
+                ": a run has as many steps as its prompts fill rollouts; --data.max_samples, --train.num_episodes and "
+                "--rollout.batch_size say how many"
+            )
         raise UsageError(message)
 
 

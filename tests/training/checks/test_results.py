@@ -41,7 +41,7 @@ def test_metrics_of_another_run_are_not_added_to(command: dict[str, Any], tmp_pa
 
         resumed = argv_of(command | {"--ckpt.load_enable": True})
         check_metrics_file(parse(resumed))  # it died before its first checkpoint
-        with pytest.raises(UsageError, match="holds a run of 1 steps, and --ckpt.load_enable is not given"):
+        with pytest.raises(UsageError, match="died before its first checkpoint; give --ckpt.load_enable to begin"):
             check_metrics_file(parse(argv_of(command)))
         writer.end()
     with pytest.raises(UsageError, match=f"and --ckpt.path {checkpoints} has no checkpoint to go on with it"):

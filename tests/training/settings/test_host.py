@@ -13,7 +13,9 @@ from openrlhf_gtpo.errors import Restartable, UsageError
 from openrlhf_gtpo.platform import PLATFORM_VARIABLE
 from openrlhf_gtpo.training import host
 from openrlhf_gtpo.training.host import Gpus, adapt, adapt_kernels, check_ray, gpus_of, start_ray
+from openrlhf_gtpo.training.run import parse
 from openrlhf_gtpo.training.settings import upstream_parser
+from tests.support.command_lines import BASE
 
 SIZES = (
     "--actor.num_gpus_per_node 4 --ref.num_gpus_per_node 4 --critic.num_gpus_per_node 2 --reward.num_gpus_per_node 2"
@@ -76,6 +78,16 @@ def test_a_laptop_starts_no_gpu_nodes_worth_of_processes(argv: str, sizes: tuple
     said = capsys.readouterr().err
     for name, was, size in zip(("actor", "ref"), before, sizes):
         assert (f"No CUDA on this host: --{name}.num_gpus_per_node {was} becomes {size}." in said) == (was != size)
+
+
+def test_a_cpu_has_no_gpus_memory_for_micro_batches_on_megatron(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*BASE, "--actor.backend", "megatron"]
+    assert parse(argv).train.max_tokens_per_gpu == 2048
+    assert "--train.max_tokens_per_gpu 16192 becomes 2048" in capsys.readouterr().err
+    assert parse([*argv, "--train.max_tokens_per_gpu", "4096"]).train.max_tokens_per_gpu == 4096
+    assert parse(BASE).train.max_tokens_per_gpu == 16192
+    parse([*argv, "--train.micro_batch_size", "4"])
+    assert "--train.micro_batch_size (the Megatron actor's micro-batches have --train.max" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
