@@ -44,7 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python3 -m openrlhf_gtpo.cli.evaluate", description=__doc__)
     add = parser.add_argument
-    add("--model", required=True, metavar="DIR", help="a Hugging Face folder, or a Megatron checkpoint")
+    folders = (
+        "Hugging Face folders, or Megatron checkpoints; the first of several is what the others are compared with"
+    )
+    add("--model", required=True, nargs="+", metavar="DIR", help=folders)
     add("--output", required=True, type=Path, metavar="DIR", help="gets answers and table")
     add("--eval.dataset", required=True, metavar="A,B", help="files, folders or names on the Hub")
     add("--eval.split", default="test", help="split of each data set")
@@ -69,6 +72,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _evaluate(args: argparse.Namespace) -> None:
+    if len(args.model) > 1:
+        _evaluate_each(args)
+        return
+    [args.model] = args.model
     platform.choose()
     from openrlhf_gtpo.training.settings.guard import check_openrlhf
 
@@ -87,6 +94,49 @@ def _evaluate(args: argparse.Namespace) -> None:
                 raise UsageError(f"--model {args.model} is not a Hugging Face folder (no config.json): {why}")
         with _ended_by_ctrl_c(Path(folder)):
             _answer_all(args, flags, model)
+
+
+def _evaluate_each(args: argparse.Namespace) -> None:
+    """Evaluate each model in a process of its own, and compare the others with the first, question by question."""
+    import numpy as np
+
+    from openrlhf_gtpo.tools.experiment.comparison import paired_difference
+
+    labels = [Path(model).name for model in args.model]
+    if len({*labels}) < len(labels):
+        labels = [str(Path(model)).strip("/").replace("/", "_") for model in args.model]
+    words = []
+    for action in build_parser()._actions:
+        value = getattr(args, action.dest, None)
+        if action.dest not in ("model", "output") and value is not None and value != action.default:
+            flag = action.option_strings[0] if value is not False else action.option_strings[-1]
+            words += [flag] if isinstance(value, bool) else [flag, str(value)]
+    results = []
+    for model, label in zip(args.model, labels, strict=True):
+        print(f"{label}: {model}", file=sys.stderr, flush=True)
+        command = [sys.executable, "-m", "openrlhf_gtpo.cli.evaluate", "--model", model, *words]
+        status = subprocess.run([*command, "--output", str(args.output / label)], stdout=subprocess.DEVNULL).returncode
+        if status:
+            raise SystemExit(status)  # it has said why
+        results.append(json.loads((args.output / label / "scores.json").read_bytes()))
+    rows = {
+        f"{label}, {data}": summarize(scores)
+        for label, result in zip(labels, results, strict=True)
+        for data, scores in result["scores"].items()
+    }
+    lines = [table(rows)]
+    for data, scores in results[0]["scores"].items():
+        for label, result in zip(labels[1:], results[1:], strict=True):
+            [mean] = [measure for measure in scores if measure.startswith("mean@")]
+            gained = np.array(result["scores"][data][mean]) - np.array(scores[mean])
+            sentence = paired_difference(gained[:, None]).sentence(label, labels[0], of="questions")
+            lines.append(f"{data}, {mean}: {sentence}\n")
+            if result["questions"][data] != results[0]["questions"][data]:
+                lines.append(
+                    f"{data}: {label} and {labels[0]} read different prompts; flags can make them the same.\n"
+                )
+    (args.output / "table.md").write_text("".join(lines))
+    print("".join(lines), end="")
 
 
 @contextmanager
@@ -132,9 +182,15 @@ def checked_inputs(flags: dict[str, Any], model: str) -> tuple[Any, Any, Callabl
 
     checkpoint = Model(model, "--model")
     checkpoint.check_weights()
-    before, flags = flags, prompts.filled(flags, checkpoint.folder)
+    before, flags = flags, prompts.filled(flags, Path(model))
     if taken := [f"--{name} {value}" for name, value in flags.items() if value and not before[name]]:
         print(f"As in the model's training: {', '.join(taken)}.", file=sys.stderr)
+    trained_at = prompts.kept_prompts(Path(model)).get("rollout.temperature", flags["eval.temperature"])
+    if trained_at != flags["eval.temperature"]:
+        print(
+            f"--eval.temperature {flags['eval.temperature']:g} is not the model's in training, {trained_at:g}.",
+            file=sys.stderr,
+        )
     if flags["data.apply_chat_template"] and flags["data.input_template"]:
         raise UsageError("With --data.apply_chat_template no --data.input_template is read; leave one of them out.")
     run = hierarchize(argparse.Namespace(**flags, **{"actor.model_name_or_path": model}))

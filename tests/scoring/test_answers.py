@@ -308,3 +308,35 @@ def test_a_model_is_evaluated_once(place: Path, capsys: pytest.CaptureFixture) -
     capsys.readouterr()
     assert evaluate.main(words) == 0
     assert capsys.readouterr().out == table
+
+
+def test_models_are_compared_question_by_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each is evaluated with the same flags; the interval is Student's of the paired differences."""
+    scores = {"a": [0.0, 0.25, 0.5, 1.0], "b": [0.5, 0.25, 1.0, 1.0], "c": [0.0, 0.25, 0.5, 1.0]}
+    asked = []
+
+    def run(command: list[str], **options: Any) -> Any:
+        args = evaluate.build_parser().parse_args(command[3:])
+        [model] = args.model
+        asked.append({name: value for name, value in vars(args).items() if name not in ("model", "output")})
+        args.output.mkdir(parents=True)
+        measures = {"mean@4": scores[Path(model).name], "pass@1": [0.0] * 4}
+        digest = "other" if model.endswith("c") else "same"
+        (args.output / "scores.json").write_text(json.dumps({"scores": {"d": measures}, "questions": {"d": digest}}))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(evaluate.subprocess, "run", run)
+    words = ["--output", str(tmp_path), "--eval.dataset", "d.jsonl", "--reward.remote_url", "r.py"]
+    words += ["--eval.n_samples_per_prompt", "4", "--no-data.apply_chat_template", "--train.seed", "3"]
+    assert evaluate.main(["--model", "x/a", "x/b", "x/c", *words]) == 0
+    assert asked == [asked[0]] * 3 and asked[0]["train.seed"] == 3 and asked[0]["data.apply_chat_template"] is False
+    said = capsys.readouterr().out
+    differences = torch.tensor([0.5, 0.0, 0.5, 0.0], dtype=torch.float64)
+    half = 3.182446305 * differences.std().item() / 2  # the 97.5th percentile of Student's t with 3 degrees of freedom
+    assert f"d, mean@4: b against a: no difference seen (+0.250, 95 % interval {0.25 - half:+.3f} to" in said
+    assert "4 questions can see" in said and "d, mean@4: c against a: no difference seen (0.000" in said.replace(
+        "+0.000", "0.000"
+    )
+    assert said.count("different prompts") == 1 and "| b, d |" in said

@@ -38,19 +38,23 @@ class Difference:
         """False if an interval would have no width, which tells nothing about chance."""
         return self.high - self.low >= _SAME
 
-    def sentence(self, method: str, baseline: str) -> str:
-        """The finding in one sentence, for a reader who reads nothing else."""
+    def sentence(self, method: str, baseline: str, of: str = "seeds") -> str:
+        """The finding in one sentence, for a reader who reads nothing else.
+
+        Args:
+            of: what was paired as seeds.
+        """
         effect = decimals(self.effect, "+")
         if math.isnan(self.low):
-            return f"{method} is {effect} relative to {baseline}; 1 seed does not say whether that is chance."
+            return f"{method} is {effect} relative to {baseline}; 1 {of[:-1]} does not say whether that is chance."
         if not self.has_spread:
-            finding = "no difference seen" if abs(self.effect) < _SAME else "the same mean difference for every seed"
-            return f"{method} against {baseline}: {finding} ({effect}; {self.seeds} seeds without a spread)."
+            finding = "no difference seen" if abs(self.effect) < _SAME else f"the same mean difference for all {of}"
+            return f"{method} against {baseline}: {finding} ({effect}; {self.seeds} {of} without a spread)."
         interval = f"{effect}, 95 % interval {decimals(self.low, '+')} to {decimals(self.high, '+')}"
         if self.low <= 0 <= self.high:
             return (
                 f"{method} against {baseline}: no difference seen ({interval}); "
-                f"{self.seeds} seeds can see {decimals(self.seen)}."
+                f"{self.seeds} {of} can see {decimals(self.seen)}."
             )
         return f"{method} is {'better' if self.effect > 0 else 'worse'} than {baseline} ({interval})."
 

@@ -103,7 +103,7 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
             max_num=args.ckpt.max_num,
             max_mem_gb=args.ckpt.max_mem,
             hf_source=pretrain,
-            add_side_files=partial(keep_prompts, data=args.data),
+            add_side_files=partial(keep_prompts, args=args),
         )
         self.source = pretrain
         self.checkpoint_states: dict[str, Any] = {}
@@ -203,7 +203,7 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
     def _save_hf(self, directory: str) -> None:
         save_hf(self.megatron, self.source, directory)
         from_first_rank(lambda: self.tokenizer.save_pretrained(directory), CheckpointWriteError)
-        from_first_rank(lambda: keep_prompts(Path(directory), self.strategy.args.data), CheckpointWriteError)
+        from_first_rank(lambda: keep_prompts(Path(directory), self.strategy.args), CheckpointWriteError)
         torch_dist_barrier_and_cuda_sync()
 
     def _rest(self) -> None:

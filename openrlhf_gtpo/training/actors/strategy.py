@@ -297,7 +297,7 @@ class Strategy(DeepspeedStrategy):
             failure = message_of(error)
             torch_dist_barrier_and_cuda_sync()  # upstream's last line, which the other ranks have reached
         raise_together(failure, CheckpointWriteError)
-        from_first_rank(partial(keep_prompts, Path(output_dir), self.args.data), CheckpointWriteError)
+        from_first_rank(partial(keep_prompts, Path(output_dir), self.args), CheckpointWriteError)
         from_first_rank(lambda: share_weights(Path(output_dir)), CheckpointWriteError)
 
 

@@ -4,6 +4,7 @@ model, where ``cli.ask``, ``cli.evaluate`` and ``cli.score`` find them. ``checks
 import argparse
 import json
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,17 +87,18 @@ PROMPTS = Group(
 )
 
 NONE: Mapping[str, Any] = {setting.flag: setting.default for setting in PROMPTS.settings}
-_KEPT = ("data.apply_chat_template", "data.input_template", *NONE)
+_KEPT = ("data.apply_chat_template", "data.input_template", *NONE, "rollout.temperature")
 
 
-def keep_prompts(folder: Path, data: SimpleNamespace) -> None:
-    """Write how a run with the arguments ``data`` makes its prompts into the ``folder`` of its model."""
-    kept = {flag.removeprefix("data."): getattr(data, flag.removeprefix("data.")) for flag in _KEPT}
+def keep_prompts(folder: Path, args: SimpleNamespace) -> None:
+    """Write how a run with the arguments ``args`` makes and asks its prompts into the ``folder`` of its model."""
+    kept = {flag: attrgetter(flag)(args) for flag in _KEPT}
     (folder / FILE).write_text(json.dumps(kept, ensure_ascii=False, indent=1) + "\n", "utf-8")
 
 
 def kept_prompts(folder: Path) -> dict[str, Any]:
-    """What the run that trained the model in ``folder`` made its prompts with, by flag; empty if no file says it.
+    """What the run that trained the model in ``folder`` made and asked its prompts with, by flag; empty if no file
+    says it.
 
     Raises:
         UsageError: the file cannot be read.
@@ -106,7 +108,7 @@ def kept_prompts(folder: Path) -> dict[str, Any]:
         return {}
     try:
         kept = json.loads(path.read_text("utf-8"))
-        found = {flag: kept[flag.removeprefix("data.")] for flag in _KEPT}
+        found = {flag: kept[flag] for flag in _KEPT}
         template_variables(found["data.chat_template_kwargs"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UsageError(
@@ -118,6 +120,7 @@ def kept_prompts(folder: Path) -> dict[str, Any]:
 def filled(flags: dict[str, Any], folder: Path) -> dict[str, Any]:
     """``flags`` with the trained model's settings in the place of those that were not given, which are None."""
     kept = kept_prompts(folder)
+    kept.pop("rollout.temperature", None)
     if flags["data.apply_chat_template"] is not None or flags["data.input_template"]:
         kept |= dict.fromkeys(("data.apply_chat_template", "data.input_template"))  # one of them says how
     taken = {flag: value for flag, value in kept.items() if flags[flag] is None and value not in (None, False)}

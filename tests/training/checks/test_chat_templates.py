@@ -79,7 +79,7 @@ def test_all_commands_read_the_same(
     args = parse(argv_of(command | {"--data.prompt_dataset": path}))
     check(args)
     trained = Path(args.actor.model_name_or_path)
-    keep_prompts(trained, args.data)
+    keep_prompts(trained, args)
     checkpoint = Model(str(trained), "--model")
     ids = token_ids(checkpoint.tokenizer, expected)
 
@@ -98,7 +98,7 @@ def test_all_commands_read_the_same(
 
 def test_what_a_flag_says_goes_before_what_the_run_used(chat: Any) -> None:
     args = parse(argv_of(chat(QWEN, chat_template_kwargs='{"enable_thinking": false}', system_prompt="Be brief.")))
-    keep_prompts(Path(args.actor.model_name_or_path), args.data)
+    keep_prompts(Path(args.actor.model_name_or_path), args)
     checkpoint = Model(args.actor.model_name_or_path, "--model")
     given = ask.prompts.NONE | {"data.chat_template_kwargs": '{"enable_thinking": true}'}
     assert ask.prompt_of(checkpoint, "a?", given) == "[S]Be brief.[/][user]a?[/][assistant]"
@@ -106,7 +106,7 @@ def test_what_a_flag_says_goes_before_what_the_run_used(chat: Any) -> None:
 
 def test_a_run_without_a_template_is_asked_without_one(chat: Any) -> None:
     args = parse(argv_of(chat(QWEN) | {"--data.apply_chat_template": None, "--data.input_template": "Q: {} A:"}))
-    keep_prompts(Path(args.actor.model_name_or_path), args.data)
+    keep_prompts(Path(args.actor.model_name_or_path), args)
     checkpoint = Model(args.actor.model_name_or_path, "--model")
     assert ask.prompt_of(checkpoint, "a?", ask.prompts.NONE) == "Q: a? A:"
 
