@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from openrlhf_gtpo.report import names
-from openrlhf_gtpo.report.metrics import Rows, before_and_after, datasource_of, held_out_names, series
+from openrlhf_gtpo.report.metrics import Rows, before_and_after, datasource_of, held_out_names, idle_steps, series
 
 # Okabe and Ito's colors, which stay apart for every common kind of color blindness. Black is for "all".
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666")
@@ -28,6 +28,7 @@ STYLE = {"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top
 STYLE["text.parse_math"] = False  # a title or a label may have any text
 MARKERS = ("D", "s", "^", "v", "P", "X", "*")
 LINES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (3, 1, 1, 1, 1, 1)))  # the next one after each round of colors
+_NORMAL = 1.96  # standard errors to either side of a 95 % interval
 _INK = "#010203"  # in a figure; its SVG takes the color of the page around it
 _IN_PAGE = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK)
 _SVG = {"svg.fonttype": "none", "svg.hashsalt": "", "legend.labelcolor": _INK}
@@ -36,7 +37,8 @@ Points = tuple[Sequence[int], Sequence[float]]  # steps and values
 
 
 def plot_run(metrics: Rows, png_path: str | Path, title: str = "") -> Path:
-    """Three panels over steps: reward (training mean, held-out points), policy entropy, response length.
+    """Three panels over steps: reward (training mean, held-out points), policy entropy, response length. Held-out
+    points have 95 % intervals over questions, and steps in which nothing was learned are shaded.
 
     What a run lacks (evaluations, entropies) is left out of its panel; an empty panel says so. Parents of `png_path`
     are created.
@@ -51,7 +53,15 @@ def plot_run(metrics: Rows, png_path: str | Path, title: str = "") -> Path:
             label = "held out" if len(held_out) == 1 else f"held out: {datasource_of(name)}"
             marker = MARKERS[index % len(MARKERS)]
             points = series(metrics, names.KIND_EVAL, name)
-            _line(reward, points, label, COLORS[1 + index % 5], marker=marker, markersize=7, zorder=3)
+            color = COLORS[1 + index % 5]
+            _line(reward, points, label, color, marker=marker, markersize=7, zorder=3)
+            errors = dict(zip(*series(metrics, names.KIND_EVAL, name + names.EVAL_ERROR_SUFFIX)))
+            known = [(step, value, _NORMAL * errors[step]) for step, value in zip(*points) if step in errors]
+            if known:
+                reward.errorbar(*zip(*known), fmt="none", ecolor=color, capsize=3, zorder=3)
+        for number, step in enumerate(idle_steps(metrics)):
+            shade = {"color": "0.88", "linewidth": 0, "zorder": 0}
+            reward.axvspan(step - 0.5, step + 0.5, label=None if number else "nothing learned", **shade)
         for name, label, color, line in (
             (names.ENTROPY_ALL, "all tokens", "black", "-"),
             (names.ENTROPY_POSITIVE, "correct responses", COLORS[2], "--"),

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from openrlhf_gtpo.report import names
@@ -218,6 +219,23 @@ def before_and_after(rows: Rows, held_out_name: str) -> tuple[float | None, floa
 def datasource_of(held_out_name: str) -> str:
     """The data source in a held-out name, such as "products" in `eval_products_pass1`."""
     return held_out_name.removeprefix(names.EVAL_PREFIX).removesuffix(names.EVAL_PASS1_SUFFIX)
+
+
+def idle_steps(rows: Rows) -> list[int]:
+    """The training steps in which nothing was learned, as no group had anything to compare."""
+    return [row["step"] for row in rows if row["kind"] == names.KIND_TRAIN and names.NOTHING_LEARNED in row]
+
+
+def idle_sentence(rows: Rows) -> str | None:
+    """How many of a run's steps those are, as a clause; None for none."""
+    idle, steps = len(idle_steps(rows)), sum(row["kind"] == names.KIND_TRAIN for row in rows)
+    return f"nothing was learned in {idle} of {steps} steps" if idle else None
+
+
+def late_training_reward(rows: Rows) -> float | None:
+    """The mean training reward of the last tenth of a run's steps."""
+    rewards = series(rows, names.KIND_TRAIN, names.REWARD_MEAN)[1]
+    return fmean(rewards[-max(1, len(rewards) // 10) :]) if rewards else None
 
 
 def decimals(value: float, sign: str = "") -> str:

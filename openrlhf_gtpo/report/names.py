@@ -42,6 +42,7 @@ RESCUE_GIVEN_UP = "rescue/given_up"  # likewise, prompts that neither could answ
 SAMPLE = "sample"  # the last characters of a prompt and its response as one text; only in metrics.jsonl
 SAMPLE_REWARD = "sample_reward"
 WARNING_PREFIX = "warning/"  # texts, at the steps for which they are true; only in metrics.jsonl
+NOTHING_LEARNED = "warning/groups"  # of a step
 
 FP8_PREFIX = "fp8/"  # an audit: the fields of algorithms.ErrorBudget
 FP8_SIGN_FLIPS = "fp8/sign_flips"

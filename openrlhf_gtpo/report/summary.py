@@ -8,7 +8,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from openrlhf_gtpo.report import names
-from openrlhf_gtpo.report.metrics import Rows, before_and_after, datasource_of, decimals, held_out_names, series
+from openrlhf_gtpo.report.metrics import (
+    Rows,
+    before_and_after,
+    datasource_of,
+    decimals,
+    held_out_names,
+    idle_sentence,
+    late_training_reward,
+    series,
+)
 
 
 def print_run_summary(metrics: Rows) -> None:
@@ -59,15 +68,26 @@ def comparison_markdown(runs: Mapping[str, Sequence[Rows]]) -> str:
     """A markdown table of held-out reward before, after and change, a row for each run, and each label's means.
 
     The spread behind ± is the sample standard deviation over the label's runs. A run without an
-    evaluation before training (step 0) or after it is left out of the means.
+    evaluation before training (step 0) or after it is left out of the means. If no run has any, there is the training
+    reward of the last tenth of its steps. Below the table are the runs with steps in which nothing was learned.
     """
+    idle = []
+    evaluated = any(held_out_names(rows) for rows_of_runs in runs.values() for rows in rows_of_runs)
     lines = ["| run | held-out task | before | after | change | steps |", "|---|---|---:|---:|---:|---:|"]
+    if not evaluated:
+        lines = ["| run | training reward, last tenth of the steps | steps |", "|---|---:|---:|"]
     for label, rows_of_runs in runs.items():
         label = label.replace("|", r"\|")
         complete: dict[str, list[tuple[float, float]]] = {}
         for number, rows in enumerate(rows_of_runs, start=1):
             seeds = [row["seed"] for row in rows if row["kind"] == names.KIND_RUN and "seed" in row]
             run = f"{label}, run {number}" + (f" (seed {seeds[-1]})" if seeds else "")
+            if (clause := idle_sentence(rows)) is not None:
+                idle.append(f"\n{run}: {clause}.")
+            if not evaluated:
+                late = late_training_reward(rows)
+                lines.append(f"| {run} | {'-' if late is None else decimals(late)} | {_last_step(rows)} |")
+                continue
             for name in held_out_names(rows) or [""]:
                 before, after = before_and_after(rows, name)
                 task = datasource_of(name).replace("|", r"\|")
@@ -79,7 +99,10 @@ def comparison_markdown(runs: Mapping[str, Sequence[Rows]]) -> str:
             spreads = [_with_spread(values) for values in zip(*pairs)]
             spreads.append(_with_spread([after - before for before, after in pairs], "+"))
             lines.append(f"| **{label}, mean of {len(pairs)}** | {task} | {' | '.join(spreads)} | |")
-    return "\n".join(lines) + "\n"
+        late_rewards = [late for rows in rows_of_runs if (late := late_training_reward(rows)) is not None]
+        if not evaluated and late_rewards:
+            lines.append(f"| **{label}, mean of {len(late_rewards)}** | {_with_spread(late_rewards)} | |")
+    return "\n".join([*lines, *idle]) + "\n"
 
 
 def _table(title: str, first: str, *others: str) -> Table:

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from openrlhf_gtpo.cli.report import main
 from openrlhf_gtpo.report import curves, names
 from openrlhf_gtpo.report.curves import plot_comparison, plot_run
-from openrlhf_gtpo.report.metrics import MetricsWriter, read_runs
+from openrlhf_gtpo.report.metrics import MetricsWriter, read_runs, series
 from openrlhf_gtpo.report.summary import comparison_markdown, print_run_summary
 
 
@@ -90,6 +90,34 @@ def test_every_label_is_in_the_legend(tmp_path, monkeypatch):
             writer.write("eval", step, {"eval_x_pass1": value})
     plot_comparison({"a": trained, "b": read_runs(tmp_path / "b.jsonl")}, tmp_path / "curves.png")
     assert {text.get_text() for text in saved[0].legends[0].get_texts()} == {"a (n=1)", "b (n=1)"}
+
+
+def test_a_plot_has_intervals_at_held_out_points_and_shades_steps_without_learning(tmp_path, monkeypatch):
+    with closing(MetricsWriter(tmp_path / "m.jsonl")) as writer:
+        writer.write("eval", 0, {"eval_x_pass1": 0.5, "eval_x_pass1_stderr": 0.1})
+        for step in (1, 2, 3):
+            idle = {names.NOTHING_LEARNED: "all fail"} if step > 1 else {}
+            writer.write("train", step, {names.REWARD_MEAN: 0.0, **idle})
+        writer.write("eval", 3, {"eval_x_pass1": 0.6})
+    saved = []
+    monkeypatch.setattr(curves, "save", lambda figure, *rest: saved.append(figure))
+    rows = read_runs(tmp_path / "m.jsonl")[-1]
+    plot_run(rows, tmp_path / "m.png")
+    reward = saved[0].axes[0]
+    [bars] = [drawn for drawn in reward.collections if hasattr(drawn, "get_segments")]
+    [segment] = bars.get_segments()
+    assert segment[:, 0].tolist() == [0, 0] and segment[:, 1].tolist() == pytest.approx([0.304, 0.696])
+    assert [patch.get_extents().width > 0 for patch in reward.patches] == [True, True]
+    assert "nothing learned" in {text.get_text() for text in reward.get_legend().get_texts()}
+    assert comparison_markdown({"a": [rows]}).endswith("\na, run 1: nothing was learned in 2 of 3 steps.\n")
+
+
+def test_without_evaluations_a_table_has_the_training_reward(tmp_path):
+    runs = [read_runs(_run(tmp_path / str(seed), seed=seed, evaluations=()))[-1] for seed in (1, 2)]
+    late = [series(rows, "train", names.REWARD_MEAN)[1][-1] for rows in runs]
+    first, *_, last = comparison_markdown({"a": runs}).splitlines()[2:]
+    assert first.startswith(f"| a, run 1 (seed 1) | {late[0]:.3f} | ")
+    assert last.startswith(f"| **a, mean of 2** | {sum(late) / 2:.3f} ± ")
 
 
 def test_a_plot_of_zeros_begins_at_zero(tmp_path, monkeypatch):

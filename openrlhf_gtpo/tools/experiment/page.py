@@ -21,11 +21,21 @@ from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.platform.files import replace_text
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.curves import plot_figures
-from openrlhf_gtpo.report.metrics import Rows, datasource_of, decimals, held_out_names, read_runs, series
+from openrlhf_gtpo.report.metrics import (
+    Rows,
+    datasource_of,
+    decimals,
+    held_out_names,
+    idle_sentence,
+    late_training_reward,
+    read_runs,
+    series,
+)
 from openrlhf_gtpo.tools.experiment.comparison import Difference, p_among_all, paired_difference
 from openrlhf_gtpo.tools.experiment.grid import OURS
 
 _HELD_OUT = "held-out reward"  # of training; "at step N" makes it a measure
+_TRAINING = ("training", "reward of the last tenth of the steps")  # in the place of a score, where there is none
 _OF_A_START = (*OURS, "kind", "step", "time", "run", "seed", "ended")  # these may differ between runs of one label
 _OF_A_MODEL = ("model", "weights")  # these differ between evaluations
 
@@ -162,14 +172,24 @@ def write_page(
         runs=runs,
         unfinished=unfinished,
         under_way=[run.path for group in runs.values() for run in group if run.under_way],
-        alone=[label for label in bases if label not in compared],
+        alone={
+            label: _why_alone(runs[label], runs.get(base, []))
+            for label, base in bases.items()
+            if label not in compared
+        },
         sentences=[_joint_sentence(*key, p) for key, p in among.items() if not key[-1].startswith("pass@")]
         + [
             f"{data}, {measure}: {difference.sentence(label, base)}"
             for label, base, data, measure, difference in differences
             if not measure.startswith("pass@")
         ]
-        + [sentence for _, sentence in not_compared],
+        + [sentence for _, sentence in not_compared]
+        + [
+            f"{label}, {run.path.name}: {clause}."
+            for label, group in runs.items()
+            for run in group
+            if (clause := idle_sentence(run.rows))
+        ],
         differences=differences,
         among=among,
         figures={name: Markup(_inline(svg.read_text("utf-8"), name)) for name, svg in figures.items()},
@@ -211,10 +231,19 @@ def _read(path: Path, rows: Rows) -> FoundRun:
         for step, value in zip(*series(rows, names.KIND_EVAL, name)):
             if step > 0:
                 scores[datasource_of(name), f"{_HELD_OUT} at step {step}"] = np.array([value])
+    if not scores and (late := late_training_reward(rows)) is not None:
+        scores[_TRAINING] = np.array([late])
     named = re.findall(r"seed[-_=]?(\d+)", str(path))  # as in OpenRLHF's folders, which say it nowhere else
     seed = start.get("seed", int(named[-1]) if named else None)
     differing = {name: value for name, value in settings.items() if name not in _OF_A_START}
     return FoundRun(path, seed, rows, differing, scores, questions)
+
+
+def _why_alone(group: Sequence[FoundRun], base_group: Sequence[FoundRun]) -> str:
+    """Why a label is not compared with its baseline, as a clause."""
+    if all({*run.scores} <= {_TRAINING} for run in (*group, *base_group)):
+        return "no run was evaluated, neither in training (--eval.dataset) nor after it (evaluate:)"
+    return "it shares no seed and measure with the baseline"
 
 
 def _bases(runs: Runs, baseline: str) -> dict[str, str]:
