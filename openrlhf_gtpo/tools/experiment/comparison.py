@@ -48,7 +48,9 @@ class Difference:
         if math.isnan(self.low):
             return f"{method} is {effect} relative to {baseline}; 1 {of[:-1]} does not say whether that is chance."
         if not self.has_spread:
-            finding = "no difference seen" if abs(self.effect) < _SAME else f"the same mean difference for every {of[:-1]}"
+            finding = (
+                "no difference seen" if abs(self.effect) < _SAME else f"the same mean difference for every {of[:-1]}"
+            )
             return f"{method} against {baseline}: {finding} ({effect}; {self.seeds} {of} without a spread)."
         interval = f"{effect}, 95 % interval {decimals(self.low, '+')} to {decimals(self.high, '+')}"
         if self.low <= 0 <= self.high:

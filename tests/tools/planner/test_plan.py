@@ -19,7 +19,7 @@ from openrlhf_gtpo.errors import SettingError
 from openrlhf_gtpo.model_shape import PRESETS
 from openrlhf_gtpo.tools.planner.assumptions import Assumptions
 from openrlhf_gtpo.tools.planner.candidate import SYNC_BUCKET, Candidate
-from openrlhf_gtpo.tools.planner.cluster import parse_cluster
+from openrlhf_gtpo.tools.planner.cluster import GIB, parse_cluster
 from openrlhf_gtpo.tools.planner.output import details, launch_script, ranking, trainer_flags
 from openrlhf_gtpo.tools.planner.plan import Request, candidates, planned_config, smallest_cluster
 from openrlhf_gtpo.tools.planner.workload import Workload
@@ -62,6 +62,9 @@ def test_the_best_fits_and_is_about_the_fastest() -> None:
     assert found[0].step_seconds <= 1.03 * min(candidate.step_seconds for candidate in fitting)
     for candidate in fitting:
         assert max(sum(parts.values()) for parts in candidate.memory.values()) <= candidate.limit
+        shown = details(candidate)
+        assert ("risk: less than 3 GiB" in shown) == (-candidate.breaks[1] < 3 * GIB)
+        assert ("measured: " in shown) == (candidate.training.fp8 is not None)
     over = [candidate.breaks[1] for candidate in found[len(fitting) :]]
     assert over == sorted(over) and over[0] > 0
 
