@@ -3,8 +3,8 @@ limits of time, memory, files and output. For agents' tools.
 
 Linux alone does it: ``unshare`` gives the program namespaces of its own (user, network, mounts, processes), in which
 every mount is made read-only (``mount_setattr``, Linux 5.12) but a small disk in memory. It has no capabilities there,
-and a filter of system calls refuses new processes and threads: limits of their number do not hold for root. A container
-may not allow namespaces: Docker needs ``--security-opt seccomp=unconfined`` or the like.
+and a filter of system calls refuses new processes and threads: limits of their number do not hold for root. A
+container may not allow namespaces: Docker needs ``--security-opt seccomp=unconfined`` or the like.
 """
 
 import asyncio

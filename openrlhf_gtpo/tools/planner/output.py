@@ -10,9 +10,7 @@ from openrlhf_gtpo.tools.planner.cluster import GIB
 ALGORITHMS = ("gtpo", "grpo_s", "dapo", "grpo")
 LAUNCHER = "examples/scripts/train.sh"
 _ROOM = 3 * GIB  # to spare, in a plan that is not at the edge (docs/results/planner.md)
-_FP8_MEASURED = (
-    "a whole step of a 3B model on one H200 gained 1.01 (blockwise) to 1.17 × (delayed) over BF16 (docs/fp8.md)"
-)
+_FP8_MEASURED = "a 3B model's step on one H200 gained 1.01 (blockwise) to 1.17 × (delayed) over BF16 (docs/fp8.md)"
 # Longer names for parts whose own names are unclear.
 _PARTS = {
     "bf16_copies": "BF16 copies",
@@ -100,7 +98,7 @@ def details(plan: Candidate) -> str:
             f"MFU of training {plan.mfu:.0%}"
         )
         if plan.training.fp8 is not None:
-            lines.append(f"FP8's times are from large products; measured: {_FP8_MEASURED}")
+            lines.append(f"FP8's times are of large products; measured: {_FP8_MEASURED}")
         update = ", ".join(f"{part} {seconds:.2f}" for part, seconds in plan.speed.optimizer_step().items())
         steps = engines.workload.optimizer_steps
         lines.append(f"{f'each of its {steps} optimizer steps' if steps > 1 else 'its optimizer step'}: {update}")
