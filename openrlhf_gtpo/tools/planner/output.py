@@ -82,8 +82,8 @@ def details(plan: Candidate) -> str:
     lines.append(f"what breaks first: {_PARTS.get(phase, phase)} ({room})")
     if -_ROOM < over <= 0:
         lines.append(
-            f"risk: less than {_ROOM / GIB:.0f} GiB to spare, and the plan may be off by as much; if training runs out of "
-            "memory, plan with a smaller --max-tokens-per-gpu"
+            f"risk: less than {_ROOM / GIB:.0f} GiB to spare, and the plan may be off by as much; if training runs "
+            "out of memory, plan with a smaller --max-tokens-per-gpu"
         )
     engines = plan.engines
     if engines.fits:
