@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf_gtpo import platform
@@ -292,6 +293,11 @@ def test_a_dead_node_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for error in (*died, task_error(EngineDeadError())):  # in the last, vLLM's process died, not its actor
         with pytest.raises(Restartable, match="a process of the run died"):
             raise_if_lost(error)
+    with pytest.raises(Restartable, match="--train.max_tokens_per_gpu .Megatron.* or --train.micro_batch_size"):
+        raise_if_lost(task_error(died[1]))
+    with pytest.raises(TrainingStopped, match="A GPU is full: CUDA out of memory.*--train.max_tokens_per_gpu"):
+        with explained():
+            raise task_error(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
     raise_if_lost(task_error(ValueError("a bug")))
 
 
