@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from openrlhf_gtpo.megatron.model.policy import ModelOptions
 from openrlhf_gtpo.megatron.parallel import groups
 from openrlhf_gtpo.training.actors import megatron_actor
+from openrlhf_gtpo.training.settings.prompts import kept_prompts
 from tests.support.actor_program import run_actor, start_actor
 from tests.support.lora_program import run_steps, written
 from tests.support.offload_program import run_policy, run_reference
@@ -61,6 +62,7 @@ def test_training_is_that_of_upstreams_actor(
     theirs_saved, ours_saved = (AutoModelForCausalLM.from_pretrained(output).state_dict() for output in outputs)
     assert theirs_saved.keys() == ours_saved.keys()
     for output in outputs:  # whoever may read the configuration may read the weights
+        assert kept_prompts(output)["rollout.temperature"] == 0.9  # how the run made its prompts
         assert (output / "model.safetensors").stat().st_mode == (output / "config.json").stat().st_mode
     for rank in found:
         forward = rank["sizes"].index(0)
