@@ -4,11 +4,13 @@
 #   bash examples/scripts/quickstart.sh                     SmolLM2-135M-Instruct on one-digit products, 6 to 10 minutes
 #   bash examples/scripts/quickstart.sh --gpu               the same on one NVIDIA GPU; all flags below work there, too
 #   bash examples/scripts/quickstart.sh --smoke             a tiny model made on the spot, about 90 seconds
+#   bash examples/scripts/quickstart.sh --moe               the same with a tiny mixture of experts (docs/moe.md)
 #   bash examples/scripts/quickstart.sh --estimator grpo_s  or group_norm, rloo, forking_tokens, …
 #   bash examples/scripts/quickstart.sh --task gcd          another reasoning-gym task; --task-config '{"max_value": 50}'
 #   bash examples/scripts/quickstart.sh --model DIR         another Hugging Face checkpoint
 #   bash examples/scripts/quickstart.sh --reward FILE.py    your own reward function
 #   bash examples/scripts/quickstart.sh --backend megatron --tensor-parallel 3 --pipeline-parallel 2
+#   bash examples/scripts/quickstart.sh --moe --backend megatron --tensor-parallel 2 --expert-parallel 2
 #   bash examples/scripts/quickstart.sh --steps 40 --seed 2 --output DIR -- --actor.adam.lr 5e-6
 #   bash examples/scripts/quickstart.sh --resume            with the same flags: continues an interrupted run
 #
@@ -23,8 +25,8 @@ root="$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 from="$PWD"
 cd "$root"
 
-estimator=gtpo steps='' seed=1 task='' task_config='' model='' reward='' output='' smoke=false resume=false gpu=false
-backend=deepspeed tensor_parallel=1 pipeline_parallel=1
+estimator=gtpo steps='' seed=1 task='' task_config='' model='' reward='' output='' smoke=false moe=false resume=false gpu=false
+backend=deepspeed tensor_parallel=1 pipeline_parallel=1 expert_parallel=1
 refuse() {
     printf 'quickstart: %s\n' "$*" >&2
     exit 2
@@ -32,10 +34,11 @@ refuse() {
 while (($# > 0)); do
     case "$1" in
         --smoke) smoke=true ;;
+        --moe) smoke=true moe=true ;;
         --gpu) gpu=true ;;
         --resume) resume=true ;;
         --estimator | --steps | --seed | --task | --task-config | --model | --reward | --output | \
-            --backend | --tensor-parallel | --pipeline-parallel)
+            --backend | --tensor-parallel | --pipeline-parallel | --expert-parallel)
             [[ -n "${2:-}" && "$2" != --* ]] || refuse "$1 needs a value."
             name="${1#--}"
             printf -v "${name//-/_}" '%s' "$2"
@@ -49,19 +52,20 @@ while (($# > 0)); do
             shift
             break
             ;;
-        *) refuse "unknown flag $1; known: --gpu --smoke --resume --estimator --steps --seed --task --task-config --model --reward --output --backend --tensor-parallel --pipeline-parallel, and -- before flags of the trainer." ;;
+        *) refuse "unknown flag $1; known: --gpu --smoke --moe --resume --estimator --steps --seed --task --task-config --model --reward --output --backend --tensor-parallel --pipeline-parallel --expert-parallel, and -- before flags of the trainer." ;;
     esac
     shift
 done
 [[ -z "$steps" || "$steps" =~ ^[1-9][0-9]{0,8}$ ]] || refuse "--steps $steps is not a number from 1 to 999999999."
 [[ "$seed" =~ ^[0-9]{1,10}$ ]] || refuse "--seed $seed is not a number."
 [[ "$backend" == deepspeed || "$backend" == megatron ]] || refuse "--backend $backend is neither deepspeed nor megatron."
-for size in "--tensor-parallel $tensor_parallel" "--pipeline-parallel $pipeline_parallel"; do
+for size in "--tensor-parallel $tensor_parallel" "--pipeline-parallel $pipeline_parallel" "--expert-parallel $expert_parallel"; do
     [[ "${size#* }" =~ ^[1-9][0-9]{0,8}$ ]] || refuse "$size is not a number from 1 to 999999999."
     [[ "$backend" == megatron || "${size#* }" == 1 ]] || refuse "$size needs --backend megatron."
 done
+processes=$((tensor_parallel * pipeline_parallel * expert_parallel))
 if $gpu; then
-    ((tensor_parallel * pipeline_parallel == 1)) || refuse "--gpu runs on one GPU; leave --tensor-parallel and --pipeline-parallel at 1."
+    ((processes == 1)) || refuse "--gpu runs on one GPU; leave --tensor-parallel, --pipeline-parallel and --expert-parallel at 1."
     nvidia-smi -L >/dev/null 2>&1 || refuse "--gpu needs an NVIDIA GPU, and nvidia-smi finds none; leave it out to run on the CPU."
 fi
 
@@ -73,7 +77,9 @@ done
 kind=quickstart
 ! $smoke || kind=smoke
 name="$kind-$estimator-${task:-products}"
+! $moe || name="$name-moe"
 [[ "$backend" == deepspeed ]] || name="$name-megatron-tp$tensor_parallel-pp$pipeline_parallel"
+((expert_parallel == 1)) || name="$name-ep$expert_parallel"
 ! $gpu || name="$name-gpu"
 output="${output:-$root/runs/$name-seed$seed}"
 if $resume; then
@@ -101,15 +107,16 @@ export RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
 
 if $smoke; then
     steps="${steps:-3}" prompts=8 samples=4 max_new_tokens=8 learning_rate=1e-4
-    eval_samples=4 save_steps=1 maker=tiny-model cached=tiny-model
+    eval_samples=4 save_steps=1 maker=(tiny-model) cached=tiny-model
+    ! $moe || maker+=(--moe) cached=tiny-moe
 else
     steps="${steps:-10}" prompts=16 samples=8 max_new_tokens=32 learning_rate=2e-5
-    eval_samples=16 save_steps=2 maker=smollm2 cached=smollm2-135m-instruct
+    eval_samples=16 save_steps=2 maker=(smollm2) cached=smollm2-135m-instruct
 fi
 
 if [[ -z "$model" ]]; then
     model="$root/.cache/quickstart/$cached"
-    python3 -m openrlhf_gtpo.cli.prepare "$maker" --output "$model" >/dev/null
+    python3 -m openrlhf_gtpo.cli.prepare "${maker[@]}" --output "$model" >/dev/null
 fi
 data="$output/data"
 question_args=(--train-size 75 --eval-size 24)
@@ -137,7 +144,7 @@ rollout_args=(
     --rollout.batch_size "$prompts"
     --rollout.n_samples_per_prompt "$samples"
     --rollout.max_new_tokens "$max_new_tokens"
-    --rollout.micro_batch_size 32
+    --rollout.micro_batch_size "$((32 / expert_parallel))"
     --rollout.entropy auto
     --vllm.num_engines 1
     --vllm.tensor_parallel_size 1
@@ -145,7 +152,7 @@ rollout_args=(
 train_args=(
     --actor.model_name_or_path "$model"
     --actor.num_nodes 1
-    --actor.num_gpus_per_node "$((tensor_parallel * pipeline_parallel))"
+    --actor.num_gpus_per_node "$processes"
     --actor.adam.lr "$learning_rate"
     --actor.lr_warmup_ratio 0
     --algo.advantage.estimator "$estimator"
@@ -159,8 +166,10 @@ if [[ "$backend" == megatron ]]; then
         --actor.backend megatron
         --megatron.tensor_model_parallel_size "$tensor_parallel"
         --megatron.pipeline_model_parallel_size "$pipeline_parallel"
+        --megatron.expert_model_parallel_size "$expert_parallel"
         --train.max_tokens_per_gpu 2048
     )
+    ((tensor_parallel == 1)) || ! $moe || train_args+=(--megatron.sequence_parallel) # experts want it
 fi
 if $gpu; then
     train_args+=(--train.colocate_all)

@@ -32,7 +32,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     tiny = commands.add_parser("tiny-model", help="a 2-layer Llama for smoke tests, warm-started on `products` (20 s)")
     tiny.add_argument("--seed", type=int, default=1, help="seed of the weights and of the warm start")
-    tiny.set_defaults(run=lambda args: make_tiny_model(args.output, args.seed))
+    tiny.add_argument("--moe", action="store_true", help="a mixture of experts: a 4-layer Qwen3-MoE (40 s)")
+    tiny.set_defaults(run=lambda args: make_tiny_model(args.output, args.seed, args.moe))
 
     task = commands.add_parser("task", help="train.jsonl and eval.jsonl of a reasoning-gym task")
     add = task.add_argument

@@ -1,4 +1,4 @@
-"""A tiny Llama for smoke tests, warm-started so that it solves a fair part of the small `products` task.
+"""A tiny Llama, or Qwen3-MoE, for smoke tests, warm-started to solve a fair part of the small `products` task.
 
 Reinforcement learning needs groups that are neither all right nor all wrong. Random weights do not give them. A few
 seconds of supervised training do, on answers that are right only part of the time: sampled at temperature 1, the model
@@ -25,40 +25,44 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tiny_model(output_dir: str | Path, seed: int = 1) -> Path:
+def make_tiny_model(output_dir: str | Path, seed: int = 1, mixture: bool = False) -> Path:
     """Write the checkpoint (fp32 weights in safetensors, tokenizer with chat template) and return its directory.
 
     2 layers, hidden size 128, 4 attention heads and 2 KV heads of dimension 32 (the smallest that vLLM's CPU attention
-    accepts), a vocabulary of 384 tokens, one token per digit. Takes about 15 s the first time. The same seed gives the
-    same weights on the same kind of machine.
+    accepts), a vocabulary of 384 tokens, one token per digit. A `mixture` has 4 layers of 8 experts each, of which a
+    token goes to 2. Takes about 15 s the first time, a mixture 30 s. The same seed gives the same weights on the same
+    kind of machine.
 
     Raises:
         ValueError: `output_dir` holds something else.
     """
-    recipe = {"model": "tiny", "seed": seed, "model_version": MODEL_VERSION}
-    return build_once(output_dir, recipe, lambda directory: _make(seed, directory))
+    recipe = {"model": "tiny-moe" if mixture else "tiny", "seed": seed, "model_version": MODEL_VERSION}
+    return build_once(output_dir, recipe, lambda directory: _make(seed, directory, mixture))
 
 
-def _make(seed: int, directory: Path) -> None:
+def _make(seed: int, directory: Path, mixture: bool) -> None:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     entries = draw_entries(TASK, QUESTIONS, seed, SMALL_CONFIGS[TASK])
     tokenizer = _tokenizer(entries)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    shape: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if mixture:
+        shape |= {"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        shape |= {"hidden_size": 64, "norm_topk_prob": True, "tie_word_embeddings": False}  # as Qwen3-30B-A3B
     # One thread: products this small gain nothing from a second one, and lose much to it if cores are shared (12 s
     # become 180 s). One thread also gives the same weights whatever OMP_NUM_THREADS says.
     threads = torch.get_num_threads()
@@ -66,7 +70,9 @@ def _make(seed: int, directory: Path) -> None:
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = LlamaForCausalLM(config)
+            model: Any = (
+                Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape)) if mixture else LlamaForCausalLM(LlamaConfig(**shape))
+            )
             _warm_start(model, tokenizer, entries, random.Random(seed))
     finally:
         torch.set_num_threads(threads)

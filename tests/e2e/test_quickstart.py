@@ -128,6 +128,7 @@ def test_a_smoke_run_ends_with_a_table_curves_and_a_model(tmp_path: Path) -> Non
             "--pipeline-parallel 0 is not a number from 1 to 999999999",
         ),
         (["--tensor-parallel", "2"], "--tensor-parallel 2 needs --backend megatron"),
+        (["--moe", "--expert-parallel", "2"], "--expert-parallel 2 needs --backend megatron"),
     ],
 )
 def test_wrong_flag_is_one_sentence_before_anything_is_set_up(flags: list[str], message: str, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from openrlhf_gtpo.megatron.parallel.layout import Layout, check_layout  # noqa: E402
 from openrlhf_gtpo.tasks import tiny_model as maker  # noqa: E402
 from openrlhf_gtpo.tasks.reasoning_gym_data import SMALL_CONFIGS, PromptForm, draw_entries  # noqa: E402
 from openrlhf_gtpo.tasks.reasoning_gym_reward import extract_answer  # noqa: E402
@@ -49,6 +50,16 @@ def test_sampled_answers_are_right_often_and_wrong_often(tiny_model):
     assert 0.2 < right.float().mean() < 0.6
     mixed = right.any(-1) & ~right.all(-1)
     assert mixed.float().mean() > 0.5
+
+
+def test_a_mixture_has_experts_that_megatron_can_share(tmp_path, monkeypatch):
+    monkeypatch.setattr(maker, "STEPS", 3)
+    folder = maker.make_tiny_model(tmp_path / "moe", mixture=True)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    assert (config.num_hidden_layers, config.num_experts, config.num_experts_per_tok) == (4, 8, 2)
+    check_layout(config, Layout(tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2), 4)
+    with pytest.raises(ValueError, match="was made from other settings"):
+        maker.make_tiny_model(folder)
 
 
 def test_the_same_seed_gives_the_same_weights(tmp_path, monkeypatch):
