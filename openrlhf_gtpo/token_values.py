@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# A row: token ids (n,), and which of them are actions (n,) bool; never the first, which nothing predicts.
-TokenRow = tuple[Tensor, Tensor]
+# A row: token ids (n,), and which of them are actions (n,) bool; never the first, which nothing predicts. A third
+# tensor, for a mixture of experts, says where each token goes: (n, layers, k) experts, uint8 or int16, whose largest
+# number stands for no expert: there the router decides.
+TokenRow = tuple[Tensor, ...]
 MicroBatch = list[TokenRow]
 
 

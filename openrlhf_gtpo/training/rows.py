@@ -11,6 +11,8 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf_gtpo.errors import TrainingStopped, one_line
 from openrlhf_gtpo.token_values import TokenValues
 
+ROUTES = "routes"  # the name of a row's among what else the model takes of it
+
 
 class Request(NamedTuple):
     """Responses to one prompt, as one engine is asked for them."""
@@ -51,6 +53,7 @@ class Row:
     image_inputs: Any = None  # what upstream's image processor made of them
     reward_dtype: torch.dtype | None = None  # in which success is decided; None: torch's for the number
     values: TokenValues | None = None  # (n,) each, from the policy's sampler; NaN where it has none
+    routes: np.ndarray | None = None  # (n, layers, k) experts of a ``TokenRow``, the policy's sampler's
     versions: np.ndarray | None = None  # (n,) int32, the steps of the weights that drew the actions; -1: not known
     off_policy: bool = False  # the row's ratio is to the engine's ``log_probs``, not to the old policy
     weight: float = 1.0  # of its advantages
@@ -133,7 +136,8 @@ class Row:
             prompts=[self.prompt],
             labels=[None],  # rewards have read it, and a dump puts the row's number there
             images=[self.images],
-            mm_train_inputs=[self.image_inputs],
+            # Upstream's place for whatever else the model takes of a row.
+            mm_train_inputs=[self.image_inputs if self.routes is None else {ROUTES: torch.from_numpy(self.routes)}],
             rewards=reward,
             scores=None if self.score is None else torch.tensor([self.score]),
             response_length=torch.tensor([self.span]),
@@ -182,6 +186,7 @@ class Rollout:
         step: the number of the step, if it is not the next one.
         version: the step whose weights the engines had when they began.
         seconds: that the engines took.
+        notes: what features add to a dump of the step, by name, as values for JSON.
     """
 
     rows: Sequence[Row]
@@ -195,3 +200,4 @@ class Rollout:
     step: int | None = None
     version: int = 0
     seconds: float = 0.0
+    notes: dict[str, Any] = field(default_factory=dict)

@@ -22,6 +22,7 @@ class Packed:
         predicts: (M,) places in the sequence whose hidden state predicts an action.
         labels: (M,) those actions, row after row.
         is_local: (N,) mask of the M among all N actions; None if they are all of them.
+        routes: (P, layers, k) experts of a ``TokenRow``; None if the routers decide everywhere.
     """
 
     tokens: Tensor
@@ -30,6 +31,7 @@ class Packed:
     predicts: Tensor
     labels: Tensor
     is_local: Tensor | None = None
+    routes: Tensor | None = None
 
 
 def pack(
@@ -46,8 +48,8 @@ def pack(
     """
     # Lengths in whole chunks, and a last row of padding up to the multiple.
     size, rank = context
-    assert not any(bool(actions[0]) for _, actions in micro_batch), "a row's first token is an action"
-    real = torch.tensor([len(tokens) for tokens, _ in micro_batch])
+    assert not any(bool(row[1][0]) for row in micro_batch), "a row's first token is an action"
+    real = torch.tensor([len(row[0]) for row in micro_batch])
     chunks = 2 * size if size > 1 else 1  # of each row
     lengths = -(-real // chunks) * chunks
     missing = -int(lengths.sum()) % math.lcm(chunks, size * multiple)
@@ -58,12 +60,13 @@ def pack(
     positions = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(lengths)
     ends = torch.nn.functional.pad(real, (0, len(lengths) - len(real))).repeat_interleave(lengths)
     places = (positions < ends).nonzero().squeeze(1)  # of the real tokens
-    ids = torch.cat([tokens for tokens, _ in micro_batch])
-    actions = torch.cat([actions for _, actions in micro_batch])
+    ids = torch.cat([row[0] for row in micro_batch])
+    actions = torch.cat([row[1] for row in micro_batch])
     labels = ids[actions]
     predicts = places[actions] - 1  # the hidden state of a token predicts the next one
     tokens = ids.new_zeros(len(positions))
     tokens[places] = ids
+    routes = _packed_routes(micro_batch, places, len(positions))
     # This rank's chunks of every row.
     is_local = None
     if size > 1:
@@ -71,6 +74,7 @@ def pack(
         local_place = torch.full_like(tokens, -1)
         local_place[local] = torch.arange(len(local))
         tokens, positions, predicts = tokens[local], positions[local], local_place[predicts]
+        routes = None if routes is None else routes[local]
         is_local = predicts >= 0
         predicts, labels = predicts[is_local], labels[is_local]
     # To the device.
@@ -80,7 +84,7 @@ def pack(
         tensor.to(device, non_blocking=True)
         for tensor in (tokens.unsqueeze(0), positions.unsqueeze(0), predicts, labels)
     )
-    is_local = None if is_local is None else is_local.to(device, non_blocking=True)
+    is_local, routes = (each if each is None else each.to(device, non_blocking=True) for each in (is_local, routes))
     params = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=offsets,
@@ -88,4 +92,15 @@ def pack(
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-    return Packed(tokens, positions, params, predicts, labels, is_local)
+    return Packed(tokens, positions, params, predicts, labels, is_local, routes)
+
+
+def _packed_routes(micro_batch: MicroBatch, places: Tensor, size: int) -> Tensor | None:
+    """The rows' experts at the ``places`` of their tokens among ``size``; None if no row has any."""
+    known = [row[2] for row in micro_batch if len(row) > 2]
+    if not known:
+        return None
+    live = known[0].new_full((size, *known[0].shape[1:]), torch.iinfo(known[0].dtype).max)
+    routes = live.clone()
+    routes[places] = torch.cat([row[2] if len(row) > 2 else live[: len(row[0])] for row in micro_batch])
+    return routes

@@ -1,7 +1,7 @@
 """A causal language model on Megatron-core whose last stage gives log-probs and entropies, never logits."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -113,11 +113,13 @@ class PolicyGPTModel(GPTModel):
     temperature: float
     real_vocab_size: int
     lm_head_bytes: int | None
+    around_layers: Callable[[Packed], AbstractContextManager[Any]] = nullcontext  # while layers see a micro-batch
 
     def forward(self, packed: Packed, *, with_entropy: bool = True) -> Any:  # type: ignore[override]
         """Map a micro-batch to (log-probs (N,), entropies (N,) or None) of its actions, in float32, on the last stage,
         and to hidden states on the others."""
-        hidden = super().forward(packed.tokens, packed.position_ids, None, packed_seq_params=packed.params)
+        with self.around_layers(packed):
+            hidden = super().forward(packed.tokens, packed.position_ids, None, packed_seq_params=packed.params)
         return self._log_probs(hidden, packed, with_entropy) if self.post_process else hidden
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -156,6 +158,7 @@ class LoadedModel:
 
     Fields:
         lora: what checkpoints say of its adapters (see ``lora.folder``); None if it has none.
+        after_pass: called after every pass over micro-batches, backward included.
     """
 
     stage: PolicyGPTModel
@@ -163,6 +166,7 @@ class LoadedModel:
     options: ModelOptions
     fp8: Fp8 | None = None
     lora: dict[str, Any] | None = None
+    after_pass: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def config(self) -> Any:

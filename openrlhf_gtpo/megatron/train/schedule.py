@@ -121,6 +121,8 @@ def _run(
         )
     if forward_only and loaded.fp8:
         loaded.fp8.forget_recomputation()
+    for clean_up in loaded.after_pass:
+        clean_up()
     return results[: len(micro_batches)]
 
 
@@ -141,7 +143,7 @@ def _count_nothing(output: tuple[Tensor, Tensor | None], non_loss_data: bool = F
 def _from_last_stage(rows: MicroBatch, values: TokenValues | None) -> TokenValues:
     """The last stage's result, on the CPU of every stage."""
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        actions = sum(int(actions.sum()) for _, actions in rows)
+        actions = sum(int(row[1].sum()) for row in rows)
         both = torch.stack(values) if values else torch.empty(2, actions, device=device())
         if actions:
             torch.distributed.broadcast(

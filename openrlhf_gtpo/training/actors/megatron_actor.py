@@ -64,7 +64,11 @@ class MegatronModelActor(BaseModelActor):
         reference gives the log-probs without adapters."""
         if method_name not in ("forward", "forward_reference"):
             return super().execute_batch(method_name, all_data, start_idx, end_idx)
-        columns = [all_data[name][start_idx:end_idx] for name in ("sequences", "attention_mask", "action_mask")]
+        names_of_columns = ["sequences", "attention_mask", "action_mask"]
+        # The reference does without.
+        if self.trains and method_name == "forward" and "mm_train_inputs_list" in all_data:
+            names_of_columns.append("mm_train_inputs_list")
+        columns = [all_data[name][start_idx:end_idx] for name in names_of_columns]
         batches = list(zip(*columns, strict=True))
         return self._forward_all(batches) if method_name == "forward" else self._forward_reference(batches)
 
@@ -111,6 +115,8 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
             self.checkpoint_states = self.checkpoints.load(self.megatron, args.ckpt.load_tag)
         self.trainer = MegatronActorTrainer(strategy, self.model, self.megatron, vllm_engines)
         self.trainer.loss_features = self.loss_features
+        for feature in self.loss_features:
+            feature.begin(self.model)
         self._rest()
 
     def _forward_all(self, batches: list[PaddedBatch]) -> list[Any]:

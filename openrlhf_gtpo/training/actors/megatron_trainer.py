@@ -103,9 +103,11 @@ class _StepLoss:
         args = trainer.args
         self.kl_coef = kl_coef
         self.trainer = trainer
-        tokens_of = [token_row(row.sequences, row.attention_mask, row.action_mask) for row in rows]
+        tokens_of = [
+            token_row(row.sequences, row.attention_mask, row.action_mask, *(row.mm_train_inputs or ())) for row in rows
+        ]
         budget = args.train.max_tokens_per_gpu * args.megatron.context_parallel_size
-        members = fill_micro_batches([len(tokens) for tokens, _ in tokens_of], budget)
+        members = fill_micro_batches([len(row[0]) for row in tokens_of], budget)
         self.micro_batches = [[tokens_of[i] for i in part] for part in members]
         self.experiences = [make_experience_batch([rows[i] for i in part], True) for part in members]
         self.with_entropy = args.actor.entropy_coef is not None

@@ -1,15 +1,18 @@
 """Turns OpenRLHF's padded batches into rows of tokens, fills micro-batches by token count, and places the results."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from openrlhf.utils.seqlen_balancing import get_minimum_num_micro_batch_size, get_seqlen_balanced_partitions
 from torch import Tensor
 
 from openrlhf_gtpo.token_values import MicroBatch, TokenRow, TokenValues, place
+from openrlhf_gtpo.training.rows import ROUTES
 
-# (sequences (b, T), attention mask (b, T), action mask (b, A) of the last A columns), padded on either side.
-PaddedBatch = tuple[Tensor, Tensor, Tensor]
+# (sequences (b, T), attention mask (b, T), action mask (b, A) of the last A columns), padded on either side; perhaps
+# also what else the model takes of each row, as upstream's ``mm_train_inputs``.
+PaddedBatch = tuple[Any, ...]
 
 
 def fill_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -32,12 +35,17 @@ def fill_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int
         count = min(len(rows), count + 1 + count // 32)
 
 
-def token_row(sequence: Tensor, attention_mask: Tensor, action_mask: Tensor) -> TokenRow:
-    """A padded row (T,), (T,), (A,) without its padding."""
+def token_row(
+    sequence: Tensor, attention_mask: Tensor, action_mask: Tensor, inputs: Mapping[str, Tensor] | None = None
+) -> TokenRow:
+    """A padded row (T,), (T,), (A,) without its padding, and with the routes that its ``inputs`` may have."""
     actions = torch.nn.functional.pad(action_mask.bool(), (len(sequence) - len(action_mask), 0))
     valid = attention_mask.bool()
     assert not (actions & ~valid).any(), "an action lies in the padding"
-    return sequence[valid], actions[valid]
+    if inputs is None or ROUTES not in inputs:
+        return sequence[valid], actions[valid]
+    assert len(inputs[ROUTES]) == int(valid.sum()), "each token has a route, or goes where the router sends it"
+    return sequence[valid], actions[valid], inputs[ROUTES]
 
 
 def forward_padded(
@@ -49,7 +57,7 @@ def forward_padded(
         forward: maps micro-batches to the values of their actions, (N,) each, row after row.
     """
     rows = [token_row(*row) for batch in batches for row in zip(*batch, strict=True)]
-    members = fill_micro_batches([len(tokens) for tokens, _ in rows], max_tokens)
+    members = fill_micro_batches([len(row[0]) for row in rows], max_tokens)
     results = forward([[rows[i] for i in part] for part in members])
     values: list[Tensor] = [torch.empty(0)] * len(rows)  # of each row, (2, its actions)
     for part, result in zip(members, results, strict=True):
@@ -57,7 +65,7 @@ def forward_padded(
         for i, both in zip(part, row_values, strict=True):
             values[i] = both
     placed, first = [], 0
-    for _, _, action_mask in batches:
+    for _, _, action_mask, *_ in batches:
         flat = torch.cat(values[first : first + len(action_mask)], dim=1)
         placed.append(TokenValues(*(place(numbers, action_mask.bool()) for numbers in flat)))
         first += len(action_mask)

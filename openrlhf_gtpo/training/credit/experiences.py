@@ -161,8 +161,9 @@ class ExperienceMaker:
         if args.train.colocate_all or not args.train.colocate_critic_reward:
             ask_critic()  # otherwise it waits for the reward model, and the policy works meanwhile
         shared = args.train.colocate_all or args.train.colocate_actor_ref
-        if models.reference is not None:
-            reference = self._send(models.reference, shared, **with_images)
+        if models.reference is not None:  # on Megatron there are no images, and it routes tokens itself
+            inputs = columns if args.actor.backend == "megatron" else with_images
+            reference = self._send(models.reference, shared, **inputs)
 
         # The old policy's values: the actors', unless a feature has others.
         own_values: list[Any] = []  # the actors', if they are asked for them

@@ -69,7 +69,10 @@ class LossOutputs:
 
 
 class LossFeature:
-    """What a feature does at the loss of a micro-batch, called from the list of the trainer."""
+    """What a feature does in a rank that trains, at the loss of a micro-batch; called from the list of the trainer."""
+
+    def begin(self, model: Any) -> None:
+        """The rank has loaded its ``model``, ``megatron.model.policy.LoadedModel``; not called on DeepSpeed."""
 
     def loss_inputs(self, inputs: LossInputs) -> LossInputs:
         """Return the inputs for the loss; old log-probs are there."""

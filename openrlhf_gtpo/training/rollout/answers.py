@@ -1,7 +1,9 @@
 """What an engine says about the tokens that it samples: one array an answer, whose columns have names.
 
 An engine with this package's scheduler (``vllm_scheduler.py``) holds a request's tokens and values until it ends, and
-sends the values as this array. Any other sends token by token; the array is then made here.
+sends the values as this array, (n, bytes of a token). If it returns the experts that tokens were sent to, they stand
+before the values, and the prompt's tokens have rows before those of the answer, without values. Any other engine sends
+token by token; the array is then made here.
 """
 
 from typing import Any
@@ -44,13 +46,23 @@ def is_held(params: SamplingParams | None) -> bool:
 def values_of(answer: CompletionOutput, top: int = 0) -> np.ndarray:
     """(n,) ``columns(top)`` of an answer's tokens; n is 0 if it came without values, or not held and not as vLLM's
     ``FlatLogprobs``."""
-    array = answer.routed_experts  # vLLM's only array of an answer, bytes here: (n, bytes of a token)
-    if array is not None:
-        return array.view(columns(top))[:, 0]
+    array, kind = answer.routed_experts, columns(top)  # vLLM's only array of an answer, bytes here if it was held
+    if array is not None and array.ndim == 2:
+        own = array[len(array) - len(answer.token_ids) :, -kind.itemsize :]
+        return np.ascontiguousarray(own).view(kind)[:, 0]
     flat = answer.logprobs if isinstance(answer.logprobs, FlatLogprobs) and not top else FlatLogprobs()
     values = np.empty(len(flat), columns(top))
     values["rank"], values["log_prob"] = flat.ranks, flat.logprobs
     return values
+
+
+def routes_of(answer: CompletionOutput, routers: int, k: int, dtype: type = np.uint8) -> np.ndarray:
+    """(m, ``routers``, ``k``) experts that the engine sent the first m tokens of prompt and answer to: all but the
+    last one, which it has not computed. m is 0 if the engine was not asked to return them."""
+    array, width = answer.routed_experts, routers * k * np.dtype(dtype).itemsize
+    if array is not None and array.ndim == 2:
+        array = np.ascontiguousarray(array[:-1, :width]).view(dtype)
+    return np.empty((0, routers, k), dtype) if array is None else array.reshape(-1, routers, k)
 
 
 def give_log_probs(answer: CompletionOutput, top: int) -> None:

@@ -12,8 +12,9 @@ import torch
 from openrlhf_gtpo.token_values import TokenValues
 from openrlhf_gtpo.training.rows import Row
 
-# What a row has for each token (21 bytes of it), and what it has once.
-_COLUMNS = {"tokens": np.int32, "mask": np.bool_, "log_probs": np.float32, "versions": np.int32}
+# What a row has for each token (21 bytes of it, and its routes as they are), and what it has once.
+_COLUMNS: dict[str, Any] = {"tokens": np.int32, "mask": np.bool_, "log_probs": np.float32, "versions": np.int32}
+_COLUMNS |= {"routes": None}
 _COLUMNS |= {f"values.{name}": np.float32 for name in TokenValues._fields}
 _ONCE = (
     "prompt",
@@ -67,7 +68,7 @@ def unpack(packed: torch.Tensor) -> list[Row]:
             place[name] += length
         values = [columns.pop(f"values.{name}", None) for name in TokenValues._fields]
         columns["tokens"] = columns["tokens"].astype(np.int64)
-        row: dict[str, Any] = {"log_probs": None, "versions": None} | own | columns
+        row: dict[str, Any] = {"log_probs": None, "versions": None, "routes": None} | own | columns
         row["values"] = None if values[0] is None else TokenValues(*values)
         row["reward_dtype"] = None if dtype is None else getattr(torch, dtype)
         rows.append(Row(**row))
@@ -86,4 +87,5 @@ def unpack_json(packed: torch.Tensor) -> Any:
 
 def _columns(row: Row) -> dict[str, Any]:
     values = (None, None) if row.values is None else row.values
-    return dict(zip(_COLUMNS, (row.tokens, row.mask, row.log_probs, row.versions, *values), strict=True))
+    tokens = (row.tokens, row.mask, row.log_probs, row.versions, row.routes)
+    return dict(zip(_COLUMNS, (*tokens, *values), strict=True))

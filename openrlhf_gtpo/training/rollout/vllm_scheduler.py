@@ -23,21 +23,35 @@ from openrlhf_gtpo.training.rollout.answers import columns, is_held
 
 
 class _Held:
-    """A request, and the values of what it has sampled: the bytes of its array."""
+    """A request, and the bytes of its array: the values of what it has sampled, the experts of what was computed."""
 
     def __init__(self, request: Request) -> None:
-        self.request, self.values = request, bytearray()
+        self.request, self.values, self.routes = request, bytearray(), bytearray()
+        self.route_bytes = 0  # of a token
         assert request.sampling_params is not None
         self.top = request.sampling_params.logprobs or 0
         self.prefill_stats: Any = None  # which vLLM sends with the first token
 
+    def take(self, output: EngineCoreOutput) -> None:
+        """Keep what an output says besides values: the routes of the prompt, and later of the token before."""
+        self.prefill_stats = self.prefill_stats or output.prefill_stats
+        if output.routed_experts is not None:  # often a part of a whole step's array
+            self.routes += output.routed_experts.tobytes()
+            self.route_bytes = output.routed_experts[0].nbytes
+
     def fill(self, output: EngineCoreOutput) -> None:
         """Have the last output of the request, and only one that leaves, say what all of them would have said."""
         output.new_token_ids = self.request.output_token_ids.copy()
-        output.prefill_stats = self.prefill_stats
-        if self.values:
-            rows = np.frombuffer(self.values, np.uint8)
-            output.routed_experts = rows.reshape(-1, columns(self.top).itemsize)
+        output.prefill_stats, output.routed_experts = self.prefill_stats, None
+        count, width = len(output.new_token_ids), self.route_bytes
+        routes = np.frombuffer(self.routes, np.uint8).reshape(-1, width or 1)
+        values = np.frombuffer(self.values, np.uint8).reshape(count, len(self.values) // max(count, 1))
+        if width:
+            rows = np.zeros((len(routes) + 1, width + values.shape[1]), np.uint8)  # the last token has no route
+            rows[:-1, :width], rows[len(rows) - count :, width:] = routes, values
+            output.routed_experts = rows
+        elif self.values:
+            output.routed_experts = values
 
 
 class _StepValues:
@@ -75,7 +89,6 @@ class HoldingScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.held: dict[str, _Held] = {}
-        assert not self.enable_return_routed_experts, "values have the place of experts in an answer"
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
@@ -109,7 +122,7 @@ class HoldingScheduler(Scheduler):
         held = self.held.get(output.request_id)
         if held is None:
             return True
-        held.prefill_stats = held.prefill_stats or output.prefill_stats
+        held.take(output)
         if output.finish_reason is None:
             return False
         del self.held[output.request_id]

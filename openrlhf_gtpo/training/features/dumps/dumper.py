@@ -120,6 +120,7 @@ class RolloutDumper(ControllerFeature):
             "max_steps": self._max_steps,
             "vocabulary": self._vocabulary,
             "outcome_dtype": str(batch.outcome.dtype).removeprefix("torch."),
+            **self._run.rollout.notes,
         }
 
     def _rows(
