@@ -59,6 +59,17 @@ SAMPLER_AUDIT = {  # fields of algorithms.ErrorBudget, for vLLM's sampler agains
 SAMPLER_IN_USE = "rollout/entropy_of_sampler"  # 1, or 0 after the audit's gate has put the actor's in its place
 SAMPLER_MISSING = "rollout/tokens_without_entropy"  # action tokens that have the actor's values instead
 
+ROUTING_EXPERT_LOAD = "routing/expert_load"  # most tokens of an expert ÷ the mean, over layers
+ROUTING_EXPERT_LOAD_WORST = "routing/expert_load_worst"  # of any layer
+ROUTING_RANK_LOAD = "routing/rank_load"  # the same of ranks that share experts
+ROUTING_RANK_LOAD_WORST = "routing/rank_load_worst"
+ROUTING_FLIPS = "routing/flips"  # share of replayed tokens that the trainer's router would send elsewhere, over layers
+ROUTING_LIVE = "routing/live"  # share of tokens that it routed itself
+ROUTING_LOG_PROB_DIFF = "routing/log_prob_diff"  # mean |log π of the old policy - log π of the sampler|
+ROUTING_LOG_PROB_DIFF_MAX = "routing/log_prob_diff_max"
+ROUTING_K3 = "routing/k3"  # an estimate of KL(sampler ‖ old policy)
+ROUTING_FAR = "routing/log_prob_diff_far"  # share of tokens where they differ by more than ln 2
+
 OPENRLHF = {  # its own names, in TensorBoard, for what a run of this package reports more exactly
     "reward": REWARD_MEAN,
     "response_length": RESPONSE_LENGTH_MEAN,

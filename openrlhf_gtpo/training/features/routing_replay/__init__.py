@@ -1,0 +1,50 @@
+"""Tokens of a mixture of experts go where the sampler sent them (``--rollout.routing_replay``)."""
+
+from typing import TYPE_CHECKING, Any
+
+from openrlhf_gtpo.training.feature import ControllerFeature, EngineFeature, Feature
+from openrlhf_gtpo.training.features.routing_replay.settings import ROUTING
+
+if TYPE_CHECKING:
+    from openrlhf_gtpo.training.checks.model import Model
+    from openrlhf_gtpo.training.credit.loss import LossFeature
+
+
+class RoutingReplay(Feature):
+    """vLLM returns the experts of each token (``vllm_capture.py``), a row carries them (``engine.py``), and in the
+    ranks they take the place of the routers' own choice (``router.py``), in the old policy's forward and in training.
+    """
+
+    settings = ROUTING
+
+    def is_on(self) -> bool:
+        return self.args.rollout.routing_replay != "off"
+
+    def settle(self) -> None:
+        from openrlhf_gtpo.training.features.routing_replay.check import settle
+
+        settle(self.args)
+
+    def check(self, model: "Model") -> None:
+        from openrlhf_gtpo.training.features.routing_replay.check import check_model
+
+        check_model(self.args, model)
+
+    def engine_args(self) -> dict[str, Any]:
+        extension = f"{__name__}.vllm_capture.CapturingExtension"
+        return {"enable_return_routed_experts": True, "worker_extension_cls": extension}
+
+    def engine(self) -> EngineFeature:
+        from openrlhf_gtpo.training.features.routing_replay.engine import RoutingReplayInEngine
+
+        return RoutingReplayInEngine()
+
+    def loss(self) -> "LossFeature":
+        from openrlhf_gtpo.training.features.routing_replay.rank import RoutingReplayInRank
+
+        return RoutingReplayInRank()
+
+    def controller(self) -> ControllerFeature:
+        from openrlhf_gtpo.training.features.routing_replay.controller import RoutingReplayInController
+
+        return RoutingReplayInController(self.args)

@@ -1,0 +1,31 @@
+"""Has vLLM's CPU kernels report the experts that they choose, as its GPU kernels do.
+
+vLLM imports this by name in its engine's process, before it loads a model. It refuses to return experts of kernels
+that choose them inside, and those for the CPU say of themselves that they do, though they choose in a function of
+their own. Can go once they report (vllm 0.29.0, model_executor/layers/fused_moe/experts/cpu_moe.py,
+CPUUnquantizedExperts).
+"""
+
+from typing import Any
+
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+from openrlhf_gtpo.training.rollout.worker_extension import WorkerExtension
+
+
+class CapturingExtension(WorkerExtension):
+    """The extension of vLLM's workers in a run that replays routes."""
+
+
+_select_experts = CPUUnquantizedExperts._select_experts
+
+
+def _select_and_report(self: Any, *args: Any, **kwargs: Any) -> Any:
+    weights, experts = _select_experts(self, *args, **kwargs)
+    if self.routing_replay_capture_fn is not None:
+        self.routing_replay_capture_fn(experts)
+    return weights, experts
+
+
+CPUUnquantizedExperts._select_experts = _select_and_report
+CPUUnquantizedExperts.supports_routing_replay_capture = lambda self: True
