@@ -40,21 +40,21 @@ NOTHING: dict[int, Callable[[], None]] = {}
 class Engine:
     """Blocks of 32 tokens for two thirds of what 64 requests need, and a fraction of a prompt's tokens a step."""
 
-    def __init__(self, model: str) -> None:
-        self.llm = LLM(
-            model,
-            worker_extension_cls=WORKER_EXTENSION,
-            distributed_executor_backend=IN_ENGINE,
-            scheduler_cls=SCHEDULER,
-            dtype="bfloat16",
-            enforce_eager=True,
-            max_model_len=256,
-            max_num_seqs=64,
-            max_num_batched_tokens=256,
-            block_size=32,
-            num_gpu_blocks_override=90,
-            seed=1,
-        )
+    def __init__(self, model: str, **given: Any) -> None:
+        options: dict[str, Any] = {
+            "worker_extension_cls": WORKER_EXTENSION,
+            "distributed_executor_backend": IN_ENGINE,
+            "scheduler_cls": SCHEDULER,
+            "dtype": "bfloat16",
+            "enforce_eager": True,
+            "max_model_len": 256,
+            "max_num_seqs": 64,
+            "max_num_batched_tokens": 256,
+            "block_size": 32,
+            "num_gpu_blocks_override": 90,
+            "seed": 1,
+        }
+        self.llm = LLM(model, **options | given)
         self.engine = self.llm.llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         self.worker = self.engine.model_executor.driver_worker.worker

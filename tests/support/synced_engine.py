@@ -38,6 +38,7 @@ def save_checkpoint(directory: Path, tied: bool = False, experts: int = 0) -> Pa
     model: Any = LlamaForCausalLM(LlamaConfig(**shape)) if not experts else None
     if experts:
         shape |= {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        shape |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "norm_topk_prob": True}
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape)).bfloat16()
     model.save_pretrained(directory)
     vocabulary = {chr(code): code - 32 for code in range(32, 127)}
