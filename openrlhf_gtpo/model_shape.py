@@ -178,8 +178,8 @@ class ModelShape:
         return parts | {"router": hidden * self.num_experts, "experts": self.num_experts // expert * mlp // tensor}
 
     def adapter_parameters(self, rank: int, tensor: int = 1) -> int:
-        """Parameters of one decoder layer's low-rank adapters of ``rank`` on one rank, of attention and a dense MLP: of
-        each matrix one factor is sharded over TP, as the matrix, and every rank has the other."""
+        """Parameters of one decoder layer's low-rank adapters of ``rank`` on one rank, for attention and a dense MLP:
+        of each matrix one factor is sharded over TP, as the matrix, and every rank has the other."""
         hidden, query, key_value = self.hidden_size, self.query_width, self.key_value_width
         whole = hidden * 3 + hidden  # A of query, key and value; B of the projection
         sharded = query + 2 * key_value + query

@@ -62,8 +62,7 @@ class TrainingSpeed:
         sharded, owner = training.distributed_optimizer, replace(training, distributed_optimizer=True)
         # Of its parameters a rank owns a shard, of experts a larger one, as they have fewer replicas than the rest.
         parameters, owned = max(
-            (training.trained_parameters(stage), held_bytes(owner, stage)["optimizer"] / 12)
-            for stage in training.ends
+            (training.trained_parameters(stage), held_bytes(owner, stage)["optimizer"] / 12) for stage in training.ends
         )
         # Gradients in float32 to their owners, and weights back in bfloat16 (or gradients in one all-reduce).
         moved = parameters - owned
@@ -118,8 +117,9 @@ class TrainingSpeed:
         kept /= training.layout.context_parallel_size
         between = 2 * kept / (self.cluster.gpu.memory_bandwidth * self.assumptions.memory_bandwidth)
         collectives = self._collectives()
-        # The backward pass has twice the products (without gradients of weights once) and twice the memory traffic of
-        # the forward pass. Then comes what is computed again: a layer, or its MLP with one of the two collectives (for experts also their exchange).
+        # The backward pass has twice the products (once where weights have no gradients) and twice the memory traffic
+        # of the forward pass. Then comes what is computed again: a layer, or its MLP with one of the two collectives
+        # (for experts also their exchange).
         again = products, between, collectives
         if training.recompute == "none":
             again = 0.0, 0.0, 0.0

@@ -1,0 +1,90 @@
+"""Held-out reward of asynchronous runs beside that of synchronous ones: the smoke quickstart's model and task, longer.
+
+    python3 -m benchmarks.studies.async_reward --output docs/results/async/reward.json     half an hour on two cores
+
+Every seed is trained in each mode, one run after the other. Runs that are there are kept: start it again to go on.
+"""
+
+import json
+import statistics
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from openrlhf_gtpo.cli import Parser
+from openrlhf_gtpo.platform.results import write_results
+from openrlhf_gtpo.report import names
+
+COMMON = ("--rollout.entropy", "sampler", "--algo.advantage.is_correction_level", "token")
+COMMON += ("--rollout.entropy_audit_steps", "0", "--eval.n_samples_per_prompt", "16", "--ckpt.save_steps", "-1")
+MODES: dict[str, tuple[str, ...]] = {
+    "synchronous": (),
+    "one step off": ("--train.async_enable",),
+    "in flight": ("--train.async_enable", "--train.partial_rollout_enable", "--train.max_staleness", "1"),
+}
+
+
+def main() -> None:
+    parser = Parser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=40, metavar="N", help="of each run (default: 40)")
+    parser.add_argument("--seeds", type=int, default=5, metavar="N", help="1 to N (default: 5)")
+    parser.add_argument("--runs", type=Path, default=Path("runs/async_reward"), metavar="DIR", help="where runs go")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write all figures to this JSON file")
+    args = parser.parse_args()
+    rewards: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
+    for seed in range(1, args.seeds + 1):
+        for mode, flags in MODES.items():
+            rewards[mode].append(_run(args.runs / f"{mode.replace(' ', '_')}-seed{seed}", args.steps, seed, flags))
+            print(f"seed {seed}, {mode}: {rewards[mode][-1]}", flush=True)
+    found = {mode: _summary(runs, rewards["synchronous"]) for mode, runs in rewards.items()}
+    print(json.dumps(found, indent=1))
+    write_results(args.output, args, {"flags": {m: [*COMMON, *f] for m, f in MODES.items()}, "modes": found})
+
+
+def _run(folder: Path, steps: int, seed: int, flags: tuple[str, ...]) -> dict[str, float]:
+    """Train, unless it is done; held-out reward ``before`` and ``after``, its standard error, and the mean staleness
+    of the second half of the steps."""
+    metrics = folder / "metrics.jsonl"
+    if not metrics.exists() or _held_out(metrics)[-1]["step"] != steps:
+        subprocess.run(["rm", "-rf", str(folder)], check=True)
+        command = ["bash", "examples/scripts/quickstart.sh", "--smoke", "--steps", str(steps), "--seed", str(seed)]
+        log = folder.with_suffix(".log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("w") as output:
+            subprocess.run([*command, "--output", str(folder), "--", *COMMON, *flags], check=True, stdout=output)
+    first, last = _held_out(metrics)[0], _held_out(metrics)[-1]
+    rows = [row for row in _rows(metrics) if row["kind"] == names.KIND_TRAIN]
+    staleness = [row.get(names.STALENESS_MEAN, 0.0) for row in rows[len(rows) // 2 :]]
+    reward = "eval_products_pass1"
+    return {
+        "before": first[reward],
+        "after": last[reward],
+        "stderr": last[f"{reward}_stderr"],
+        "staleness": statistics.fmean(staleness),
+    }
+
+
+def _rows(metrics: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in metrics.read_text().splitlines()]
+
+
+def _held_out(metrics: Path) -> list[dict[str, Any]]:
+    return [row for row in _rows(metrics) if row["kind"] == names.KIND_EVAL]
+
+
+def _summary(runs: list[dict[str, float]], synchronous: list[dict[str, float]]) -> dict[str, Any]:
+    """Means over seeds with their standard errors, and the paired difference from the synchronous runs."""
+    after = [run["after"] for run in runs]
+    pairs = [run["after"] - other["after"] for run, other in zip(runs, synchronous, strict=True)]
+    many = len(runs) ** 0.5
+    return {
+        "runs": runs,
+        "mean": statistics.fmean(after),
+        "standard_error": statistics.stdev(after) / many,
+        "difference": statistics.fmean(pairs),
+        "difference_standard_error": statistics.stdev(pairs) / many,
+    }
+
+
+if __name__ == "__main__":
+    main()
