@@ -108,7 +108,7 @@ def share_weights(folder: Path) -> None:
     """Give a model's safetensors the permissions of its config.json: safetensors 0.8 leaves them to their owner alone
     (https://github.com/safetensors/safetensors/issues/782)."""
     mode = (folder / "config.json").stat().st_mode
-    for file in folder.glob(WEIGHTS):
+    for file in folder.rglob(WEIGHTS):  # adapters have a folder of their own in it
         file.chmod(stat.S_IMODE(mode))
 
 

@@ -1,5 +1,6 @@
 """A whole asynchronous run (``--train.async_enable``) is killed and goes on: through Ray, vLLM and Megatron, the
-rollout that was sampled ahead is in the checkpoint. ``benchmarks/reliability/resume_exact.py`` compares more of it.
+rollout that was sampled ahead is in the checkpoint, and once adapters are trained in the place of all weights.
+``benchmarks/reliability/resume_exact.py`` compares more of it.
 """
 
 import time
@@ -33,7 +34,10 @@ def test_an_asynchronous_run_goes_on_with_the_rollout_that_was_ahead(in_flight: 
     command = ["bash", script, "--smoke", "--steps", str(STEPS), "--backend", "megatron", "--output", str(tmp_path)]
     flags = ["--train.async_enable", "--algo.advantage.is_correction_level", "token"]
     flags += ["--rollout.entropy_audit_steps", "0"]  # which would have the engines wait for the trainer
-    flags += ["--train.partial_rollout_enable"] * in_flight
+    if in_flight:
+        flags += ["--train.partial_rollout_enable"]
+    else:  # the actor without adapters is the reference
+        flags += ["--ds.lora.rank", "4", "--algo.kl.init_coef", "0.01", "--algo.kl.use_loss", "--vllm.sync_checksum"]
 
     first = psutil.Popen([*command, "--", *flags])
     while len(steps(tmp_path)) < KILLED_AFTER:
@@ -54,3 +58,4 @@ def test_an_asynchronous_run_goes_on_with_the_rollout_that_was_ahead(in_flight: 
     else:
         assert [row[names.STALENESS_MEAN] for row in again] == [0] + [1] * (STEPS - 1)
     assert all(row[names.IDLE_TRAINER] < row[names.TIMING_STEP_WALL] for row in again)
+    assert in_flight or (tmp_path / "model" / "adapter" / "adapter_model.safetensors").is_file()

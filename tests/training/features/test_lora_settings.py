@@ -42,7 +42,9 @@ def test_the_reference_takes_no_gpu(command: dict[str, Any]) -> None:  # noqa: F
     [
         ({"--ds.lora.target_modules": ["q_proj", "lm_head"]}, "--ds.lora.target_modules lm_head"),
         ({"--ds.lora.target_modules": "embed_tokens"}, "--ds.lora.target_modules embed_tokens"),
+        ({"--ds.lora.target_modules": ["q_proj", "q_porj"]}, "--ds.lora.target_modules q_porj v_proj"),
         ({"--ds.lora.dropout": 0.1}, "--ds.lora.dropout"),
+        ({"--actor.backend": "megatron", "--megatron.fp8": "emulated"}, "--megatron.fp8 --ds.lora.rank"),
         ({"--train.enable_ema": True}, "--train.enable_ema --ds.lora.rank"),
         ({"--actor.optim": "muon", "--ds.zero_stage": 2}, "--actor.optim --ds.lora.rank"),
         ({"--algo.advantage.estimator": "gae"}, "--ds.lora.rank critic"),

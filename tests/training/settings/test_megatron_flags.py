@@ -104,6 +104,7 @@ def test_a_default_value_that_was_given_counts_as_given() -> None:
 def test_every_flag_of_deepspeeds_is_read_or_named() -> None:
     """The others are read by the layout and offloading, or refused in ``checks``."""
     read = {"ds.tensor_parallel_size", "ds.ring_attn_size", "ds.enable_sleep"}
+    read |= {f"ds.lora.{name}" for name in ("rank", "alpha", "target_modules", "dropout")}
     refused = {"ds.adam_offload", "ds.param_dtype", "ds.load_in_4bit"}
     known = {action.dest for action in command_lines.value_flags(command_lines.parser(extended=False))}
     named = [pattern for rule in megatron_flags.MEGATRON.ignored for pattern in rule.flags]
@@ -115,8 +116,8 @@ def test_flags_of_deepspeeds_are_named_where_nothing_runs_on_it(capsys: pytest.C
     argv = (*MEGATRON, "--ds.zero_stage", "3", "--ds.zpg", "2", "--train.micro_batch_size", "2")
     args_of(*argv, "--rollout.micro_batch_size", "2")
     assert capsys.readouterr().err.splitlines() == [
-        "These flags were given but have no effect here: --ds.zero_stage, --ds.zpg, --train.micro_batch_size "
-        "(not read by the Megatron actor)."
+        "These flags were given but have no effect here: --ds.zero_stage, --ds.zpg (not read by the Megatron actor); "
+        "--train.micro_batch_size (the Megatron actor's micro-batches have --train.max_tokens_per_gpu tokens)."
     ]
     reward_model = ("--reward.model_name_or_path", "m")
     args_of(*argv, *reward_model)  # replaced by the reward function in GROUP

@@ -24,7 +24,7 @@ def check_lora(args: SimpleNamespace, model: Model) -> None:
     Raises:
         UsageError: the first such thing.
     """
-    refuse(*_settings(args))
+    refuse(*_settings(args), *_modules(args, model))
     if args.ckpt.load_enable:
         _check_checkpoint(args, model)
     if getattr(model.config, "num_experts", None):
@@ -59,6 +59,23 @@ def _check_checkpoint(args: SimpleNamespace, model: Model) -> None:
         raise UsageError(
             f"--ckpt.load_enable: {path} cannot be continued: {found}; give the same flags and model, or start anew."
         )
+
+
+def _modules(args: SimpleNamespace, model: Model) -> Iterator[Rule]:
+    """What depends on the model. A name that no module has would be passed over in silence."""
+    megatron, flag = args.actor.backend == "megatron", "--ds.lora.target_modules"
+    has_experts = bool(getattr(model.config, "num_experts", None))
+    yield (
+        megatron and has_experts,
+        f"--ds.lora.rank {args.actor.lora.rank} is not offered for mixtures of experts with --actor.backend megatron; "
+        "give deepspeed, or leave it out.",
+    )
+    known = {name.split(".")[-2] for name, shape in model.weight_shapes.items() if len(shape) == 2}
+    unknown = sorted({*args.actor.lora.targets} - known) if known and args.actor.lora.targets != ALL_LINEAR else []
+    yield (
+        bool(unknown),
+        f"{flag} {' '.join(unknown)}: {model} has no such matrix; it has {', '.join(sorted(known - _HEADS))}.",
+    )
 
 
 def _settings(args: SimpleNamespace) -> Iterator[Rule]:
