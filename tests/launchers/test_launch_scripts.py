@@ -397,7 +397,10 @@ def test_the_quickstart_takes_an_active_environment_that_fits(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--backend", "megatron", "--tensor-parallel", "3"], "--gpu runs on one GPU; leave --tensor-parallel and"),
+        (
+            ["--backend", "megatron", "--tensor-parallel", "3"],
+            "--gpu runs on one GPU; leave --tensor-parallel, --pipeline-parallel",
+        ),
         ([], "--gpu needs an NVIDIA GPU, and nvidia-smi finds none; leave it out"),
     ],
 )

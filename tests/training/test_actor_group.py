@@ -136,13 +136,35 @@ MEGATRON = "--actor.backend megatron --megatron.tensor_model_parallel_size 2 --m
 @pytest.mark.parametrize(("argv", "size"), [(MEGATRON, 2), ("--ds.tensor_parallel_size 4", 4)])
 def test_a_group_knows_its_tensor_parallel_size(argv: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     start_nothing(["--algo.advantage.estimator", "gtpo", *argv.split()], monkeypatch)
-    assert train_ppo_ray.RayActorGroup.keywords == {"tensor_parallel_size": size}
+    assert train_ppo_ray.RayActorGroup.tensor_parallel_size == size
+
+
+def test_the_reference_of_adapters_is_the_actor_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is loaded for it, and its forward passes are the actor's."""
+    asked: list[Any] = []
+
+    class Recorder:
+        def __init__(self, nodes: int, gpus: int, kind: Any, **options: Any) -> None:
+            asked.append((kind, options))
+
+        def async_run_method_batch(self, method_name: str, **columns: Any) -> list[Any]:
+            asked.append((method_name, columns))
+            return ["log-probs"]
+
+    monkeypatch.setattr(dispatch, "ActorGroup", Recorder)
+    start_nothing(["--algo.advantage.estimator", "gtpo", "--ds.lora.rank", "8"], monkeypatch)
+    train_ppo_ray.RayActorGroup(1, 1, train_ppo_ray.PolicyModelActor)
+    reference = train_ppo_ray.RayActorGroup(1, 1, train_ppo_ray.ReferenceModelActor)
+    assert reference.async_init_model_from_pretrained("strategy", "model") == []
+    assert reference.async_run_method_batch("forward", sequences=[1]) == ["log-probs"]
+    policy = (train_ppo_ray.PolicyModelActor, {"tensor_parallel_size": 1})
+    assert asked == [policy, ("forward_reference", {"sequences": [1]})]
 
 
 @pytest.mark.parametrize("source", ["actor", "sampler"])
 def test_engines_are_told_what_is_wanted_of_them(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = {"rollout.entropy": source, "rollout.temperature": "0.7", "vllm.max_num_seqs": "7"}
-    flags |= {"train.max_restarts": "2", "train.stall_timeout": "30"}
+    flags |= {"train.max_restarts": "2", "train.stall_timeout": "30", "rollout.routing_replay": "off"}
     argv = [word for name, value in flags.items() for word in (f"--{name}", value)]
     start_nothing([*argv, "--algo.advantage.estimator", "gtpo"], monkeypatch)
     engine = vllm_engine.RolloutRayActor.__ray_metadata__.modified_class

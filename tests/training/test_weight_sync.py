@@ -18,6 +18,7 @@ from openrlhf.trainer.ray import ppo_actor
 from ray.exceptions import ActorUnavailableError
 
 from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.training.actors import adapters
 from openrlhf_gtpo.training.actors.actor_trainer import wait_for_engines
 from openrlhf_gtpo.training.actors.policy_actor import DeepspeedActorTrainer
 from openrlhf_gtpo.training.rollout import rollout_actor
@@ -122,7 +123,7 @@ def test_weights_that_do_not_arrive_stop_the_run(
     argv: tuple[str, ...], policy: torch.nn.Module, actors: list[Actor]
 ) -> None:
     trainer = trainer_of(policy, actors, *argv, "--vllm.sync_checksum")
-    trainer._parameters_to_send = lambda: list(policy.named_parameters())[:-1]  # type: ignore[method-assign]
+    trainer._parts_to_send = lambda: adapters.parts(policy)[:-1]  # type: ignore[method-assign]
     with pytest.raises(
         TrainingStopped, match="1.bias was not loaded, or not completely, by worker 0 of vLLM engine 0"
     ):

@@ -149,13 +149,13 @@ class Groups:
 
     def __init__(self, policy: Any, reference: Any, tensor_parallel_size: int) -> None:
         self._policy, self._reference = policy, reference
-        self._tensor_parallel_size = tensor_parallel_size
+        self.tensor_parallel_size = tensor_parallel_size
         self._actor: Any = None
 
     def __call__(self, num_nodes: int, num_gpus_per_node: int, kind: Any, **options: Any) -> Any:
         if kind is self._reference:
             return ReferenceOfActor(self._actor)
-        sizes = {"tensor_parallel_size": self._tensor_parallel_size}
+        sizes = {"tensor_parallel_size": self.tensor_parallel_size}
         group = ActorGroup(num_nodes, num_gpus_per_node, kind, **options, **sizes)
         if kind is self._policy:
             self._actor = group
