@@ -15,6 +15,16 @@ def run(program: str, seconds: float = 10.0) -> str:
     return asyncio.run(run_python(program, seconds=seconds, disk_mb=4))
 
 
+def test_an_engine_asks_for_a_sandbox_in_its_event_loop() -> None:
+    """It imports the agent's file there."""
+
+    async def ask() -> str | None:
+        why_no_sandbox.cache_clear()
+        return why_no_sandbox()
+
+    assert asyncio.run(ask()) is None
+
+
 def test_a_program_computes_prints_and_writes_into_its_folder() -> None:
     assert run("open('a', 'w').write('7'); print(6 * int(open('a').read()), flush=True); 1/0").splitlines()[::3] == [
         "42",
