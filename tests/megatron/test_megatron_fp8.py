@@ -145,7 +145,7 @@ def test_a_pass_alone_leaves_transformer_engine_nothing_to_recompute(monkeypatch
     monkeypatch.setattr(fp8_utils, "FP8GlobalStateManager", state, raising=False)
     monkeypatch.setattr(schedule, "get_forward_backward_func", lambda: lambda **arguments: [])
     stage: Any = SimpleNamespace(config=SimpleNamespace(expert_model_parallel_size=1))
-    model: Any = SimpleNamespace(fp8=Fp8(Fp8Options("hybrid", "delayed"), stage), config=stage.config)
+    model: Any = SimpleNamespace(fp8=Fp8(Fp8Options("hybrid", "delayed"), stage), config=stage.config, after_pass=[])
 
     def kept(forward_only: bool) -> list[int]:
         schedule._run(model, stage, [[]], print, with_entropy=False, forward_only=forward_only)
