@@ -164,7 +164,7 @@ def test_the_reference_of_adapters_is_the_actor_without_them(monkeypatch: pytest
 @pytest.mark.parametrize("source", ["actor", "sampler"])
 def test_engines_are_told_what_is_wanted_of_them(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = {"rollout.entropy": source, "rollout.temperature": "0.7", "vllm.max_num_seqs": "7"}
-    flags |= {"train.max_restarts": "2", "train.stall_timeout": "30", "rollout.routing_replay": "off"}
+    flags |= {"train.max_restarts": "2", "train.stall_timeout": "30"}
     argv = [word for name, value in flags.items() for word in (f"--{name}", value)]
     start_nothing([*argv, "--algo.advantage.estimator", "gtpo"], monkeypatch)
     engine = vllm_engine.RolloutRayActor.__ray_metadata__.modified_class

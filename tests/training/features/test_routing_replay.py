@@ -162,7 +162,7 @@ def test_what_cannot_be_replayed_is_refused_and_auto_is_off(
     flags: dict[str, Any], message: str, command: dict[str, Any]  # noqa: F811
 ) -> None:
     argv = argv_of({**command, **flags})
-    assert run.parse(argv).rollout.routing_replay == "off"
+    assert not run.parse(argv).rollout.replays_routes
     with pytest.raises(UsageError, match=message):
         run.parse([*argv, "--rollout.routing_replay", "on"])
 
@@ -183,4 +183,4 @@ def test_mixtures_have_it_by_default(experts: int, command: dict[str, Any]) -> N
 def test_a_dense_checkpoint_is_known(command: dict[str, Any], model: Any) -> None:  # noqa: F811
     args = run.parse(argv_of({**command, **MEGATRON}))
     RoutingReplay(args).check(Model(str(model), "--actor.model_name_or_path"))
-    assert args.rollout.routing_replay == "off"
+    assert not args.rollout.replays_routes

@@ -18,7 +18,7 @@ class RoutingReplay(Feature):
     settings = ROUTING
 
     def is_on(self) -> bool:
-        return self.args.rollout.routing_replay != "off"
+        return self.args.rollout.replays_routes
 
     def settle(self) -> None:
         from openrlhf_gtpo.training.features.routing_replay.check import settle

@@ -27,6 +27,7 @@ def settle(args: SimpleNamespace) -> None:
         why = "Transformer Engine's router of --megatron.override moe_router_fusion=true takes no routes"
     elif no_channel := why_no_scheduler():
         why = f"vLLM's answers have no room for routes: {no_channel}"
+    args.rollout.replays_routes = True
     _off_or_refused(args, why)
 
 
@@ -41,4 +42,4 @@ def _off_or_refused(args: SimpleNamespace, why: str | None) -> None:
         return
     if args.rollout.routing_replay == "on":
         raise UsageError(f"--{_FLAG} on cannot work here: {why}, or leave --{_FLAG} out.")
-    args.rollout.routing_replay = "off"
+    args.rollout.replays_routes = False
