@@ -18,6 +18,7 @@ import torch
 from benchmarks.suite.harness import Measured, measure, median_and_range, print_table, ratios
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.lora.merge import merge
 from openrlhf_gtpo.platform.files import weight_shapes
 from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.weight_sync.buckets import WIRE_DTYPE, ParameterMeta, TensorBuckets, numel
@@ -34,15 +35,18 @@ class Case(NamedTuple):
     Fields:
         bucket_mb: MiB; 0 makes every parameter a bucket of its own.
         checksum: with ``--vllm.sync_checksum``.
+        lora_rank: of adapters that are merged into the matrices of attention and MLP on the way; 0 for none.
     """
 
     transport: str
     bucket_mb: int
     checksum: bool = False
+    lora_rank: int = 0
 
     def __str__(self) -> str:
         bucket = f"{self.bucket_mb} MiB" if self.bucket_mb else "a parameter"
-        return f"{self.transport}, {bucket}{', checksum' if self.checksum else ''}"
+        merged = f", LoRA {self.lora_rank}" if self.lora_rank else ""
+        return f"{self.transport}, {bucket}{', checksum' if self.checksum else ''}{merged}"
 
 
 def run(args: argparse.Namespace) -> None:
@@ -64,6 +68,8 @@ def run(args: argparse.Namespace) -> None:
     _check_gpus(args)
     cases = [Case(transport, size) for transport in args.transport for size in args.bucket_mb]
     cases += [Case(transport, args.bucket_mb[-1], checksum=True) for transport in args.transport]
+    if args.lora_rank:
+        cases += [Case(transport, args.bucket_mb[-1], lora_rank=args.lora_rank) for transport in args.transport]
     receiver: AbstractContextManager[Engine]
     if args.receiver == "process":  # on the first GPUs, or on the CPU
         kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -106,10 +112,21 @@ def measure_syncs(
     if "broadcast" in transports:
         senders["broadcast"] = WeightSender([engine], workers, "127.0.0.1", device)
     weights = [torch.randn(p.shape, device=device).to(WIRE_DTYPE) for p in parameters]
+    most = max(case.lora_rank for case in cases)
+    pairs = {
+        p.name: (torch.randn(most, p.shape[1], device=device), torch.randn(p.shape[0], most, device=device))
+        for p in parameters
+        if most and "_proj.weight" in p.name
+    }
     flat, copy = (torch.zeros(numel(parameters), dtype=WIRE_DTYPE, device=device) for _ in range(2))
 
+    def tensors(case: Case) -> Iterator[torch.Tensor]:
+        for parameter, weight in zip(parameters, weights, strict=True):
+            pair = pairs.get(parameter.name) if case.lora_rank else None
+            yield weight if pair is None else merge(weight, *pair, 2.0, parameter.name)
+
     def sync(case: Case) -> None:
-        buckets = TensorBuckets(parameters, iter(weights), case.bucket_mb * 2**20 or 1)
+        buckets = TensorBuckets(parameters, tensors(case), case.bucket_mb * 2**20 or 1)
         senders[case.transport].send(buckets, case.checksum)
 
     sides: dict[str, Any] = {COPY: partial(copy.copy_, flat)} | {str(case): partial(sync, case) for case in cases}
