@@ -29,7 +29,7 @@ class Tokenizer:
     def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
         return {"input_ids": [ord(letter) for letter in text]}
 
-    def decode(self, tokens: list[int]) -> str:
+    def decode(self, tokens: list[int], **options: bool) -> str:
         return "".join(map(chr, tokens))
 
 
@@ -82,7 +82,9 @@ def test_an_interrupted_evaluation_goes_on_with_the_questions_that_are_left(tmp_
 
 def test_a_reward_reads_question_and_answer_as_one_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in training. Alone, an answer may decode to less: SentencePiece's lose a first space, these their digits."""
-    monkeypatch.setattr(Tokenizer, "decode", lambda self, tokens: "".join(map(chr, tokens)).lstrip("0123456789"))
+    monkeypatch.setattr(
+        Tokenizer, "decode", lambda self, tokens, **options: "".join(map(chr, tokens)).lstrip("0123456789")
+    )
     assert [row["scores"][0] for row in answer(Engine(), tmp_path / "answers")] == [1.0] * 5
 
 

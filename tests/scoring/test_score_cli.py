@@ -128,7 +128,6 @@ def test_an_output_that_is_no_regular_file_is_not_replaced(
                 '{"tokens": "two"}',
                 '{"tokens": [1, 2.0]}',
                 '{"tokens": [1, true]}',
-                '{"prompt": ["two"], "response": "two"}',
                 '{"prompt": "two", "response": null}',
             )
         ),
@@ -136,6 +135,10 @@ def test_an_output_that_is_no_regular_file_is_not_replaced(
         ('{"tokens": [-1, 1]}', "in.jsonl:2: token 0 is -1, outside of the model's vocabulary of 16"),
         (json.dumps({"tokens": [1] * 25}), "in.jsonl:2 has 25 tokens, and the model reads at most 24"),
         ('{"prompt": "", "response": "two"}', "in.jsonl:2: prompt has no token"),
+        (
+            '{"prompt": ["two"], "response": "two"}',
+            "in.jsonl:2: the prompt cannot be made: it is ['two'], not text or",
+        ),
     ],
 )
 def test_a_line_that_cannot_be_scored_is_named(

@@ -130,8 +130,9 @@ def test_the_readmes_reward_pays_the_right_answer_on_the_quickstarts_rows(tmp_pa
         prompt = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in row["input"])
         wrong = str(int(row["label"]) + 1)
         for response, expected in ((row["label"], 1.0), (wrong, 0.0), (f"1{row['label']}", 0.0), ("", 0.0)):
-            query = f"{prompt}The result is {response}.<|im_end|>"
-            assert reward_func([query], [prompt], [row["label"]])["rewards"] == expected
+            text = f"The result is {response}."
+            query = f"{prompt}{text}<|im_end|>"
+            assert reward_func([query], [prompt], [row["label"]], responses=[text])["rewards"] == expected
 
 
 def test_a_label_of_another_kind_is_named():
