@@ -169,7 +169,7 @@ def test_an_agent_may_return_numpys_and_torchs_numbers_and_leave_out_what_upstre
         ({"scores": float("-inf")}, "its scores is -inf, which is not a finite float32"),
         ({"rollout_log_probs": [-0.5]}, "it has 1 rollout_log_probs for 2 observation_tokens"),
         ({"reward": "good"}, ".*"),
-        ({"extra_logs": {"a": "good"}}, ".*"),
+        ({"extra_logs": {"a": ["good"]}}, ".*"),
         ({"observation_tokens": [1, VOCABULARY]}, "token 1000 is not in the model's vocabulary of 1000"),
         ({"observation_tokens": [-1, 1]}, "token -1 is not in the model's vocabulary of 1000"),
     ],

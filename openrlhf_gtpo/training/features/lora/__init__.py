@@ -15,6 +15,11 @@ class Lora(Feature):
     def is_on(self) -> bool:
         return self.args.actor.lora is not None
 
+    def settle(self) -> None:
+        if self.is_on():  # upstream compares the sizes of groups that share GPUs, and there is no other group
+            actor, reference = self.args.actor, self.args.ref
+            reference.num_nodes, reference.num_gpus_per_node = actor.num_nodes, actor.num_gpus_per_node
+
     def check(self, model: Model) -> None:
         from openrlhf_gtpo.training.features.lora.check import check_lora
 

@@ -16,9 +16,6 @@ def _imply(values: dict[str, Any], given: frozenset[str]) -> None:
     names = (targets,) if isinstance(targets, str) else tuple(targets)
     values["actor.lora"] = LoraOptions(values["ds.lora.rank"], values["ds.lora.alpha"], names)
     values["ref.is_actor"] = True
-    # Upstream compares the sizes of groups that share GPUs, and there is no other group.
-    for name in ("num_nodes", "num_gpus_per_node"):
-        values[f"ref.{name}"] = values[f"actor.{name}"]
 
 
 LORA = Group("LoRA", "low-rank adapters in the place of all weights", (), imply=_imply, page="lora.md")
