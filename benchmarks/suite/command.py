@@ -132,7 +132,7 @@ def build_parser() -> argparse.ArgumentParser:
     buckets = "bucket sizes; 0 is one parameter per bucket; the last size is measured with checksums too"
     flag("--bucket-mb", nargs="+", default=[0, 16, 64, 256], metavar="MIB", help=buckets, **count)
     flag("--workers", default=1, help="tensor-parallel size of the engine", **count)
-    flag("--lora-rank", default=0, help="merge adapters of this rank too, with the last size (default: none)", **count)
+    flag("--lora-rank", help="merge adapters of this rank too, with the last size (default: none)", **count)
 
     flag = command(
         "layers",
