@@ -26,9 +26,14 @@ def description(options: LoraOptions, modules: list[str], base: Path) -> dict[st
     return {"rank": options.rank, "alpha": options.alpha, "targets": targets, "base": fingerprint(base)}
 
 
-def difference(saved: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> str | None:
-    """The clause that says how a checkpoint's :func:`description` differs from the run's, of which a part may be known
-    yet; None if it does not."""
+def refusal(saved: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> str | None:
+    """Why a checkpoint with the :func:`description` ``saved`` cannot be continued by a run with its ``own``, of which
+    a part may be known yet; ends a sentence that begins with the checkpoint. None if it can."""
+    found = _difference(saved, own)
+    return found and f"cannot be continued: {found}; give the same flags and model, or start anew."
+
+
+def _difference(saved: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> str | None:
     if saved is None or own is None:
         return None if saved == own else f"it has {'all weights' if saved is None else 'adapters alone'}"
     for name, flag in (("rank", "rank"), ("alpha", "alpha"), ("targets", "target_modules")):

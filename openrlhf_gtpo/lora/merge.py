@@ -14,8 +14,6 @@ from torch import Tensor
 
 _ROWS, _COLUMNS, _MIX = 0x9E3779B1, 0x85EBCA77, 0x2C1B3C6D  # odd, with their bits spread
 _LOW = 0xFFFF  # the bits of a float32 that bfloat16 has not
-_BLOCK = {"cpu": 2**17}  # elements at a time: a core's cache, or much of a GPU
-_LARGE_BLOCK = 2**24
 
 
 @torch.no_grad()
@@ -39,7 +37,8 @@ def merge(
     """
     merged = torch.empty_like(weight, dtype=dtype)
     assert merged.dtype in (torch.bfloat16, torch.float32), f"{name} is of {merged.dtype}"
-    rows = max(1, _BLOCK.get(weight.device.type, _LARGE_BLOCK) // weight.shape[1])
+    block = 2**17 if weight.device.type == "cpu" else 2**24  # elements at a time: a core's cache, or much of a GPU
+    rows = max(1, block // weight.shape[1])
     a = a.float()
     for start in range(0, weight.shape[0], rows):
         part = slice(start, start + rows)

@@ -31,7 +31,7 @@ from openrlhf_gtpo.checkpoints.folder import (
 )
 from openrlhf_gtpo.checkpoints.together import agree, choose, publish, put_in_order, verify
 from openrlhf_gtpo.lora import LoraOptions
-from openrlhf_gtpo.lora.folder import difference
+from openrlhf_gtpo.lora.folder import refusal
 from openrlhf_gtpo.megatron.checkpoint import state as checkpoint_state
 from openrlhf_gtpo.megatron.checkpoint.export import copy_side_files
 from openrlhf_gtpo.megatron.checkpoint.state import dtype_name, model_and_trainer
@@ -242,8 +242,8 @@ def _load_verified(path: Path, target: Trainer | LoadedModel) -> dict[str, Any]:
     hf_config, dtype, for_training = model.bridge.hf_config, dtype_name(model), trainer is not None
     check = partial(check_checkpoint, path, hf_config, dtype=dtype, for_training=for_training)
     manifest = from_first_rank(check, CheckpointError)
-    if found := difference(manifest.get("lora"), model.lora):
-        raise CheckpointError(f"{path} cannot be continued: {found}; give the same flags and model, or start anew.")
+    if found := refusal(manifest.get("lora"), model.lora):
+        raise CheckpointError(f"{path} {found}")
     if trainer is not None and trainer.options.distributed != manifest["distributed_optimizer"]:
         which = "with" if manifest["distributed_optimizer"] else "without"
         raise CheckpointError(f"{path} was saved {which} the distributed optimizer; resume {which} it.")

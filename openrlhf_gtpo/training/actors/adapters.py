@@ -20,7 +20,7 @@ from torch.nn import Module, Parameter
 from openrlhf_gtpo.checkpoints.files import CheckpointError
 from openrlhf_gtpo.checkpoints.folder import MANIFEST, read_manifest
 from openrlhf_gtpo.lora import LoraOptions
-from openrlhf_gtpo.lora.folder import ADAPTER, description, difference, write_adapter
+from openrlhf_gtpo.lora.folder import ADAPTER, description, refusal, write_adapter
 from openrlhf_gtpo.lora.init import initial_a
 from openrlhf_gtpo.lora.merge import merge
 from openrlhf_gtpo.platform.files import model_folder
@@ -124,8 +124,8 @@ def check_same(path: Path, own: dict[str, Any] | None) -> None:
         CheckpointError: it is, or it cannot be read.
     """
     saved = read_manifest(path).get("lora") if (path / MANIFEST).is_file() else None
-    if found := difference(saved, own):
-        raise CheckpointError(f"{path} cannot be continued: {found}; give the same flags and model, or start anew.")
+    if found := refusal(saved, own):
+        raise CheckpointError(f"{path} {found}")
 
 
 def save(

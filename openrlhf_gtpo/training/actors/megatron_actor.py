@@ -30,6 +30,7 @@ from openrlhf_gtpo.platform.agreement import from_first_rank
 from openrlhf_gtpo.platform.memory import ReportsPeakMemory
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.training.actors.actor_trainer import keep_trying
+from openrlhf_gtpo.training.actors.dispatch import FORWARDS
 from openrlhf_gtpo.training.actors.megatron_trainer import MegatronActorTrainer
 from openrlhf_gtpo.training.actors.micro_batches import PaddedBatch, forward_padded
 from openrlhf_gtpo.training.credit.entropy_credit import captures_entropy
@@ -62,7 +63,7 @@ class MegatronModelActor(BaseModelActor):
         """Like upstream's; a forward takes its micro-batches from all entries dispatched, not one entry at a time, and
         maps each entry's (b, t) tokens to (b, a) values on the CPU, on every rank of the replica. That of the
         reference gives the log-probs without adapters."""
-        if method_name not in ("forward", "forward_reference"):
+        if method_name not in FORWARDS:
             return super().execute_batch(method_name, all_data, start_idx, end_idx)
         names_of_columns = ["sequences", "attention_mask", "action_mask"]
         # The reference does without.

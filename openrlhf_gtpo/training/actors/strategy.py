@@ -67,6 +67,8 @@ _GIVEN, _RANDOM = "given", "random"
 class Strategy(DeepspeedStrategy):
     """Upstream's strategy, with gradient accumulation left to the trainers (see ``optimizer_steps``)."""
 
+    _lora: dict[str, Any] | None = None  # what checkpoints say of the adapters of the model that this process trains
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # DeepSpeed is told 1 micro-batch per step, so that it divides no loss; the trainers say which one is the last.
@@ -125,8 +127,9 @@ class Strategy(DeepspeedStrategy):
         not check with ZeRO 3, nor with ZeRO 1 and ``--ds.grad_accum_dtype fp32``; without ZeRO and with FusedAdam it
         checks but steps anyway (deepspeed 0.19.6, zero/stage3.py, bf16_optimizer.py, fp16/fused_optimizer.py). Can go
         once all of them heed ``check_grad_overflow`` (https://github.com/deepspeedai/DeepSpeed/pull/6976)."""
-        if self._lora(module := self._unwrap_model(model)):
+        if isinstance(module := self._unwrap_model(model), PeftModel):
             adapters.start(module, self.args.ds.param_dtype, self.args.train.seed)
+            self._lora = adapters.described(module, self.args.actor.lora, self.args.actor.model_name_or_path)
         model, optimizer, scheduler = super()._ds_init_train_model(model, cfg)
         if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
             update = optimizer._overflow_check_and_loss_scale_update
@@ -195,7 +198,7 @@ class Strategy(DeepspeedStrategy):
             CheckpointWriteError: on all ranks, if one could not write; earlier checkpoints are as they were.
         """
         states = {_GIVEN: client_state or {}, _RANDOM: all_gather_objects(random_state())}
-        lora = self._lora(model.module)
+        lora = self._lora
         target = Path(save_dir, tag)
         temporary = from_first_rank(partial(checkpoint_folder.begin, target, whole_folder=True), CheckpointWriteError)
         upstream_engine, copy_script = model.checkpoint_engine, model._copy_recovery_script
@@ -236,9 +239,8 @@ class Strategy(DeepspeedStrategy):
             if path is None:
                 return None, {}
             tag = path.name
-            lora = self._lora(model.module)
-            adapters.check_same(path, lora)
-            if lora is not None:
+            adapters.check_same(path, self._lora)
+            if self._lora is not None:
                 model.load_module_state_dict = partial(_load_adapters, model.module)
         schedule = model.lr_scheduler
         peaks = list(schedule.base_lrs)
@@ -267,12 +269,6 @@ class Strategy(DeepspeedStrategy):
             apply_random_state(randoms[torch.distributed.get_rank()])
         return loaded, states.get(_GIVEN, states)  # an earlier version's are among DeepSpeed's
 
-    def _lora(self, module: Any) -> dict[str, Any] | None:
-        """What checkpoints say of a model's adapters; None of one that has none."""
-        if not isinstance(module, PeftModel):
-            return None
-        return adapters.described(module, self.args.actor.lora, self.args.actor.model_name_or_path)
-
     def _saved_together(self, folder: Path) -> list[Path]:
         """``folder`` and, in a run with a critic, the other role's, which also has a checkpoint of each tag."""
         return [folder, *(other for other in checkpoint_folders(self.args) if other.name != folder.name)]
@@ -286,7 +282,7 @@ class Strategy(DeepspeedStrategy):
         from_first_rank(partial(os.makedirs, output_dir, exist_ok=True), CheckpointWriteError)
         failure, args, module = None, self.args, self._unwrap_model(model)
         try:
-            if self._lora(module) is None:
+            if self._lora is None:
                 super().save_model(model, tokenizer, output_dir, **kwargs)
             else:
                 gather = partial(gathered, args, module)

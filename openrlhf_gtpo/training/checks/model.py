@@ -108,6 +108,11 @@ class Model:
         return hasattr(self.config, "vision_config")
 
     @property
+    def has_experts(self) -> bool:
+        """Whether it is a mixture of experts; some configurations call them local."""
+        return bool(getattr(self.config, "num_experts", 0) or getattr(self.config, "num_local_experts", 0))
+
+    @property
     def _source(self) -> str:
         """Where Transformers reads it: its own code is not among the files that are fetched. A name on a Hub that
         cannot be reached takes Transformers 5.15 half a minute."""

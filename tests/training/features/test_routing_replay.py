@@ -170,7 +170,8 @@ def test_what_cannot_be_replayed_is_refused_and_auto_is_off(
 @pytest.mark.parametrize("experts", [0, 4])
 def test_mixtures_have_it_by_default(experts: int, command: dict[str, Any]) -> None:  # noqa: F811
     config = SimpleNamespace(num_experts=experts) if experts else SimpleNamespace()
-    checkpoint: Any = SimpleNamespace(config=config)
+    checkpoint = Model("model", "--actor.model_name_or_path")
+    vars(checkpoint)["config"] = config
     args = run.parse(argv_of({**command, **MEGATRON}))
     RoutingReplay(args).check(checkpoint)
     assert RoutingReplay(args).is_on() == bool(experts)

@@ -10,7 +10,7 @@ from openrlhf_gtpo.checkpoints.files import CheckpointError
 from openrlhf_gtpo.checkpoints.folder import MANIFEST, newest_whole, read_manifest
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.lora import ALL_LINEAR
-from openrlhf_gtpo.lora.folder import difference, fingerprint
+from openrlhf_gtpo.lora.folder import fingerprint, refusal
 from openrlhf_gtpo.training.checks.model import Model
 from openrlhf_gtpo.training.checks.settings import Rule, refuse
 
@@ -27,7 +27,7 @@ def check_lora(args: SimpleNamespace, model: Model) -> None:
     refuse(*_settings(args), *_modules(args, model))
     if args.ckpt.load_enable:
         _check_checkpoint(args, model)
-    if getattr(model.config, "num_experts", None):
+    if model.has_experts:
         print(
             "The experts of a mixture get no adapters: attention, routers aside, and shared experts do.",
             file=sys.stderr,
@@ -52,21 +52,18 @@ def _check_checkpoint(args: SimpleNamespace, model: Model) -> None:
             own["targets"] = sorted(lora.targets)
         if model.is_local:
             own["base"] = fingerprint(model.folder)
-        found = difference(read_manifest(path).get("lora"), own)
+        found = refusal(read_manifest(path).get("lora"), own)
     except CheckpointError as error:
         raise UsageError(f"--ckpt.load_enable: {error}") from error
     if found:
-        raise UsageError(
-            f"--ckpt.load_enable: {path} cannot be continued: {found}; give the same flags and model, or start anew."
-        )
+        raise UsageError(f"--ckpt.load_enable: {path} {found}")
 
 
 def _modules(args: SimpleNamespace, model: Model) -> Iterator[Rule]:
     """What depends on the model. A name that no module has would be passed over in silence."""
     megatron, flag = args.actor.backend == "megatron", "--ds.lora.target_modules"
-    has_experts = bool(getattr(model.config, "num_experts", None))
     yield (
-        megatron and has_experts,
+        megatron and model.has_experts,
         f"--ds.lora.rank {args.actor.lora.rank} is not offered for mixtures of experts with --actor.backend megatron; "
         "give deepspeed, or leave it out.",
     )

@@ -33,7 +33,7 @@ def settle(args: SimpleNamespace) -> None:
 
 def check_model(args: SimpleNamespace, model: Model) -> None:
     """Decide by the policy's checkpoint; raises UsageError likewise."""
-    if not (getattr(model.config, "num_experts", 0) or getattr(model.config, "num_local_experts", 0)):
+    if not model.has_experts:
         _off_or_refused(args, "the model has no experts")
 
 
