@@ -95,7 +95,7 @@ def choose_tile(tokens: int, columns: int, budget: int, on_cpu: bool, tile_bytes
     return Tile(t, v)
 
 
-def backward_peak(tokens: int, columns: int, width: int, *, budget: int, on_cpu: bool) -> int:
+def backward_peak(tokens: int, columns: int, width: int, *, budget: int, on_cpu: bool, is_frozen: bool = False) -> int:
     """Peak bytes of temporaries in a backward pass with bfloat16 inputs and no gradient of the entropy, where the
     weight's gradient is added to a float32 buffer: the tiles and the accumulator of d_hidden (see `projection`).
 
@@ -103,6 +103,7 @@ def backward_peak(tokens: int, columns: int, width: int, *, budget: int, on_cpu:
         tokens, columns, width: T, V_local and H.
         budget: `chunk_bytes`.
         on_cpu: True for the portable implementation, False for Triton's.
+        is_frozen: the weight has no gradient.
     """
     item, wide = 2, 4
     per_logit = (portable_bytes_per_logit if on_cpu else fused_bytes_per_logit)(item, wide, False)
@@ -116,5 +117,9 @@ def backward_peak(tokens: int, columns: int, width: int, *, budget: int, on_cpu:
         )
 
     tile = choose_tile(tokens, columns, budget - accumulator, on_cpu, tile_bytes)
-    # The budget includes an accumulator of the weight's gradient, which a float32 buffer does not need.
-    return accumulator + tile_bytes(tile.tokens, tile.columns) - width * tile.columns * wide
+    # The budget includes an accumulator of the weight's gradient, which a float32 buffer does not need, and room for the
+    # larger of two partial gradients.
+    missing = width * tile.columns * wide
+    if is_frozen and on_cpu:
+        missing += width * max(0, tile.columns - tile.tokens) * (item + wide)
+    return accumulator + tile_bytes(tile.tokens, tile.columns) - missing

@@ -220,8 +220,10 @@ def activation_bytes(training: Training, stage: int) -> float:
     # A stage's input and the output that it has sent stay until their backward pass.
     ends = (stage > 0) + (stage < training.pipeline - 1)
     kept = training.in_flight(stage) * (stage_layers + ends * 2 * hidden * training.spread) * tokens
-    if training.sequence_parallel:
-        kept += 2 * hidden * tokens  # Megatron's buffer of gathered inputs, which is never freed
+    if training.sequence_parallel and not training.lora_rank:
+        kept += (
+            2 * hidden * tokens
+        )  # Megatron's buffer of gathered inputs, which is never freed; frozen products have none
     return kept
 
 
@@ -285,7 +287,9 @@ def head_bytes(training: Training) -> float:
     tokens = max(1, int(training.response_tokens / training.layout.context_parallel_size))
     columns = shape.padded_vocab_size(training.tensor) // training.tensor
     budget = training.lm_head_bytes or tiles.default_budget(training.local)
-    working = tiles.backward_peak(tokens, columns, shape.hidden_size, budget=budget, on_cpu=training.local)
+    working = tiles.backward_peak(
+        tokens, columns, shape.hidden_size, budget=budget, on_cpu=training.local, is_frozen=training.lora_rank > 0
+    )
     weight = 0 if training.lora_rank else 2 * columns * shape.hidden_size  # of its gradient
     hidden = 2 * shape.hidden_size * tokens
     if not shape.tied:
