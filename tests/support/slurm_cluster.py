@@ -138,17 +138,22 @@ class SlurmCluster:
         ended = subprocess.run(
             command, env=self.environment | environment, capture_output=True, text=True, timeout=120, cwd=self.folder
         )
-        assert not check or ended.returncode == 0, f"{command}: {ended.stdout}{ended.stderr}"
+        said = f"{ended.stdout}{ended.stderr}"
+        assert not check or ended.returncode == 0, f"{command} ended with {ended.returncode}: {said}"
         return ended.stdout
 
     def job_state(self, job: str) -> str:
         """Such as RUNNING, PENDING or COMPLETED."""
-        shown = self.run("scontrol", "show", "job", job, "--oneliner")
-        return dict(word.partition("=")[::2] for word in shown.split())["JobState"]
+        return self._job(job)["JobState"]
 
     def restarts(self, job: str) -> int:
-        shown = self.run("scontrol", "show", "job", job, "--oneliner")
-        return int(dict(word.partition("=")[::2] for word in shown.split())["Restarts"])
+        return int(self._job(job)["Restarts"])
+
+    def _job(self, job: str) -> dict[str, str]:
+        """What SLURM shows of a job. On a busy host, scontrol has ended once without a word; it is asked again then."""
+        show = ("scontrol", "show", "job", job, "--oneliner")
+        shown = self.run(*show, check=False) or self.run(*show)
+        return dict(word.partition("=")[::2] for word in shown.split())
 
     def stop(self) -> None:
         """End jobs, then daemons."""
