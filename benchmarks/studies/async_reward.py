@@ -6,6 +6,8 @@ Every seed is trained in each mode, one run after the other. Runs that are there
 """
 
 import json
+import os
+import shutil
 import statistics
 import subprocess
 from pathlib import Path
@@ -15,7 +17,8 @@ from openrlhf_gtpo.cli import Parser
 from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.report import names
 
-COMMON = ("--rollout.entropy", "sampler", "--algo.advantage.is_correction_level", "token")
+HELD_OUT = "eval_products_pass1"
+COMMON: tuple[str, ...] = ("--rollout.entropy", "sampler", "--algo.advantage.is_correction_level", "token")
 COMMON += ("--rollout.entropy_audit_steps", "0", "--eval.n_samples_per_prompt", "16", "--ckpt.save_steps", "-1")
 MODES: dict[str, tuple[str, ...]] = {
     "synchronous": (),
@@ -42,34 +45,36 @@ def main() -> None:
 
 
 def _run(folder: Path, steps: int, seed: int, flags: tuple[str, ...]) -> dict[str, float]:
-    """Train, unless it is done; held-out reward ``before`` and ``after``, its standard error, and the mean staleness
-    of the second half of the steps."""
-    metrics = folder / "metrics.jsonl"
-    if not metrics.exists() or _held_out(metrics)[-1]["step"] != steps:
-        subprocess.run(["rm", "-rf", str(folder)], check=True)
-        command = ["bash", "examples/scripts/quickstart.sh", "--smoke", "--steps", str(steps), "--seed", str(seed)]
-        log = folder.with_suffix(".log")
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("w") as output:
-            subprocess.run([*command, "--output", str(folder), "--", *COMMON, *flags], check=True, stdout=output)
-    first, last = _held_out(metrics)[0], _held_out(metrics)[-1]
-    rows = [row for row in _rows(metrics) if row["kind"] == names.KIND_TRAIN]
+    """Held-out reward ``before`` and ``after``, its standard error, and the mean staleness of the second half of the
+    steps."""
+    metrics = smoke_run(folder, steps, seed, (*COMMON, *flags))
+    held_out, rows = rows_of(metrics, names.KIND_EVAL), rows_of(metrics, names.KIND_TRAIN)
     staleness = [row.get(names.STALENESS_MEAN, 0.0) for row in rows[len(rows) // 2 :]]
-    reward = "eval_products_pass1"
     return {
-        "before": first[reward],
-        "after": last[reward],
-        "stderr": last[f"{reward}_stderr"],
+        "before": held_out[0][HELD_OUT],
+        "after": held_out[-1][HELD_OUT],
+        "stderr": held_out[-1][f"{HELD_OUT}_stderr"],
         "staleness": statistics.fmean(staleness),
     }
 
 
-def _rows(metrics: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in metrics.read_text().splitlines()]
+def smoke_run(folder: Path, steps: int, seed: int, flags: tuple[str, ...], packages: str = "") -> Path:
+    """Train with the smoke quickstart, unless that is done, and return its metrics' file. ``packages`` is a folder in
+    which its processes look for packages first."""
+    metrics = folder / "metrics.jsonl"
+    if not metrics.exists() or rows_of(metrics, names.KIND_EVAL)[-1]["step"] != steps:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        command = ["bash", "examples/scripts/quickstart.sh", "--smoke", "--steps", str(steps), "--seed", str(seed)]
+        command += ["--output", str(folder), "--", *flags]
+        environment = os.environ | ({"PYTHONPATH": f"{packages}:{Path.cwd()}"} if packages else {})
+        with folder.with_suffix(".log").open("w") as log:
+            subprocess.run(command, check=True, stdout=log, stderr=log, env=environment)
+    return metrics
 
 
-def _held_out(metrics: Path) -> list[dict[str, Any]]:
-    return [row for row in _rows(metrics) if row["kind"] == names.KIND_EVAL]
+def rows_of(metrics: Path, kind: str) -> list[dict[str, Any]]:
+    return [row for row in map(json.loads, metrics.read_text().splitlines()) if row["kind"] == kind]
 
 
 def _summary(runs: list[dict[str, float]], synchronous: list[dict[str, float]]) -> dict[str, Any]:
