@@ -6,18 +6,15 @@ Every seed is trained in each mode, one run after the other. Runs that are there
 """
 
 import json
-import os
-import shutil
 import statistics
-import subprocess
 from pathlib import Path
 from typing import Any
 
+from benchmarks.studies.quickstart_runs import HELD_OUT, quickstart, rows_of
 from openrlhf_gtpo.cli import Parser
 from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.report import names
 
-HELD_OUT = "eval_products_pass1"
 COMMON: tuple[str, ...] = ("--rollout.entropy", "sampler", "--algo.advantage.is_correction_level", "token")
 COMMON += ("--rollout.entropy_audit_steps", "0", "--eval.n_samples_per_prompt", "16", "--ckpt.save_steps", "-1")
 MODES: dict[str, tuple[str, ...]] = {
@@ -47,7 +44,7 @@ def main() -> None:
 def _run(folder: Path, steps: int, seed: int, flags: tuple[str, ...]) -> dict[str, float]:
     """Held-out reward ``before`` and ``after``, its standard error, and the mean staleness of the second half of the
     steps."""
-    metrics = smoke_run(folder, steps, seed, (*COMMON, *flags))
+    metrics = quickstart(folder, steps, seed, ("--smoke",), (*COMMON, *flags))
     held_out, rows = rows_of(metrics, names.KIND_EVAL), rows_of(metrics, names.KIND_TRAIN)
     staleness = [row.get(names.STALENESS_MEAN, 0.0) for row in rows[len(rows) // 2 :]]
     return {
@@ -56,25 +53,6 @@ def _run(folder: Path, steps: int, seed: int, flags: tuple[str, ...]) -> dict[st
         "stderr": held_out[-1][f"{HELD_OUT}_stderr"],
         "staleness": statistics.fmean(staleness),
     }
-
-
-def smoke_run(folder: Path, steps: int, seed: int, flags: tuple[str, ...], packages: str = "") -> Path:
-    """Train with the smoke quickstart, unless that is done, and return its metrics' file. ``packages`` is a folder in
-    which its processes look for packages first."""
-    metrics = folder / "metrics.jsonl"
-    if not metrics.exists() or rows_of(metrics, names.KIND_EVAL)[-1]["step"] != steps:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        command = ["bash", "examples/scripts/quickstart.sh", "--smoke", "--steps", str(steps), "--seed", str(seed)]
-        command += ["--output", str(folder), "--", *flags]
-        environment = os.environ | ({"PYTHONPATH": f"{packages}:{Path.cwd()}"} if packages else {})
-        with folder.with_suffix(".log").open("w") as log:
-            subprocess.run(command, check=True, stdout=log, stderr=log, env=environment)
-    return metrics
-
-
-def rows_of(metrics: Path, kind: str) -> list[dict[str, Any]]:
-    return [row for row in map(json.loads, metrics.read_text().splitlines()) if row["kind"] == kind]
 
 
 def _summary(runs: list[dict[str, float]], synchronous: list[dict[str, float]]) -> dict[str, Any]:

@@ -191,14 +191,14 @@ def main() -> None:
         plot(runs, args.plot)
 
 
-def plot(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """Reward over steps: the mean over seeds, and their range."""
+def plot(runs: dict[str, list[dict[str, Any]]], path: Path, each: int = 1) -> None:
+    """Reward over steps, one number for ``each`` of them: the mean over seeds, and their range."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9, 4.5), layout="constrained")
         axes = figure.subplots()
         for i, (name, seeds) in enumerate(runs.items()):
             by_step = list(zip(*(run["reward"] for run in seeds)))
-            steps = range(1, len(by_step) + 1)
+            steps = range(each, each * len(by_step) + 1, each)
             style: dict[str, Any] = {"color": COLORS[i % len(COLORS)]}
             axes.plot(steps, [fmean(values) for values in by_step], label=name, linestyle=LINES[i % 4], **style)
             axes.fill_between(steps, list(map(min, by_step)), list(map(max, by_step)), alpha=0.1, linewidth=0, **style)

@@ -1,0 +1,87 @@
+"""The methods of benchmarks.studies.mistakes on a language model: the smoke quickstart's model and task, longer.
+
+    python3 -m benchmarks.studies.mistakes_trained --output trained.json --plot trained.png       twenty minutes
+
+A run imports a copy of this package in which GTPO's advantages are a method's. Runs that are there are kept: start it
+again to go on.
+"""
+
+import shutil
+from pathlib import Path
+from statistics import fmean, stdev
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.studies.mistakes import plot
+from benchmarks.studies.quickstart_runs import HELD_OUT, quickstart, rows_of
+from benchmarks.suite.harness import print_table
+from openrlhf_gtpo.cli import Parser
+from openrlhf_gtpo.platform.results import write_results
+from openrlhf_gtpo.report import names
+
+METHODS = ("GTPO", "GRPO", "one polarity", "entropies clipped", "micro-batches of 1", "micro-batches of 4")
+FLAGS: tuple[str, ...] = ("--rollout.entropy", "sampler", "--eval.n_samples_per_prompt", "16")
+FLAGS += ("--ckpt.save_steps", "-1", "--logger.dump_rollouts", "0")
+
+_CREDIT = """
+
+def _advantages(entropy, mask, outcome, group_ids, config, length_penalty):
+    from benchmarks.studies.mistakes import METHODS
+
+    return METHODS[{name!r}](entropy, mask, outcome, group_ids)
+
+
+ESTIMATORS["gtpo"] = __import__("dataclasses").replace(ESTIMATORS["gtpo"], advantages=_advantages)
+"""
+
+
+def main() -> None:
+    parser = Parser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=80, metavar="N", help="of each run (default: 80)")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="1 to N (default: 3)")
+    parser.add_argument("--runs", type=Path, default=Path("runs/mistakes"), metavar="DIR", help="where runs go")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write all figures to this JSON file")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rewards, five steps at a time")
+    args = parser.parse_args()
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in METHODS}
+    for seed in range(1, args.seeds + 1):
+        for name, seeds in runs.items():
+            seeds.append(_run(args.runs / f"{name.replace(' ', '_')}-seed{seed}", name, args.steps, seed))
+            print(f"seed {seed}, {name}: {seeds[-1]['before']:.3f} to {seeds[-1]['after']:.3f}", flush=True)
+    rows = []
+    for name, seeds in runs.items():
+        pairs = [run["after"] - other["after"] for run, other in zip(seeds, runs["GTPO"], strict=True)]
+        columns = [[run["before"] for run in seeds], [run["after"] for run in seeds], pairs]
+        rows.append([name, *(f"{fmean(values):.3f} ± {stdev(values):.3f}" for values in columns)])
+    print_table("held-out reward", ["method", "before", "after", "less GTPO's"], rows)
+    write_results(args.output, args, {"flags": FLAGS, "runs": runs})
+    if args.plot:
+        plot(
+            {name: [{"reward": _by_five(run["reward"])} for run in seeds] for name, seeds in runs.items()},
+            args.plot,
+            5,
+        )
+
+
+def _by_five(values: list[float]) -> list[float]:
+    return [fmean(values[i : i + 5]) for i in range(0, len(values), 5)]
+
+
+def _run(folder: Path, name: str, steps: int, seed: int) -> dict[str, Any]:
+    """Held-out reward ``before`` and ``after``, and each step's reward and entropy."""
+    with TemporaryDirectory() as packages:
+        shutil.copytree("openrlhf_gtpo", Path(packages) / "openrlhf_gtpo")
+        with (Path(packages) / "openrlhf_gtpo" / "algorithms" / "estimators.py").open("a") as file:
+            file.write(_CREDIT.format(name=name))
+        metrics = quickstart(folder, steps, seed, ("--smoke",), FLAGS, packages)
+    held_out, trained = rows_of(metrics, names.KIND_EVAL), rows_of(metrics, names.KIND_TRAIN)
+    return {
+        "before": held_out[0][HELD_OUT],
+        "after": held_out[-1][HELD_OUT],
+        "reward": [row["reward"] for row in trained],
+        "entropy": [row[names.ENTROPY_ALL] for row in trained],
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Runs of examples/scripts/quickstart.sh for a study, kept in folders so that an interrupted study goes on."""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from openrlhf_gtpo.report import names
+
+HELD_OUT = "eval_products_pass1"  # reward of a held-out answer to the quickstart's task
+
+
+def quickstart(
+    folder: Path, steps: int, seed: int, words: Sequence[str] = (), flags: Sequence[str] = (), packages: str = ""
+) -> Path:
+    """Train into ``folder``, unless that is done, and return the file of its metrics.
+
+    Args:
+        words: for the script.
+        flags: for the trainer.
+        packages: a folder in which its processes look for packages first.
+    """
+    metrics = folder / "metrics.jsonl"
+    if not metrics.exists() or rows_of(metrics, names.KIND_EVAL)[-1]["step"] != steps:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        command = ["bash", "examples/scripts/quickstart.sh", "--steps", str(steps), "--seed", str(seed), *words]
+        command += ["--output", str(folder), "--", *flags]
+        environment = os.environ | ({"PYTHONPATH": f"{packages}:{Path.cwd()}"} if packages else {})
+        with folder.with_suffix(".log").open("w") as log:
+            subprocess.run(command, check=True, stdout=log, stderr=log, env=environment)
+    return metrics
+
+
+def rows_of(metrics: Path, kind: str) -> list[dict[str, Any]]:
+    return [row for row in map(json.loads, metrics.read_text().splitlines()) if row["kind"] == kind]
