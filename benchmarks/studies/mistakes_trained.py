@@ -2,8 +2,8 @@
 
     python3 -m benchmarks.studies.mistakes_trained --output trained.json --plot trained.png       twenty minutes
 
-A run imports a copy of this package in which GTPO's advantages are a method's. Runs that are there are kept: start it
-again to go on.
+The controller of a run imports a copy of this package in which GTPO's advantages are a method's. Runs that are there
+are kept: start it again to go on.
 """
 
 import shutil
@@ -24,6 +24,8 @@ FLAGS: tuple[str, ...] = ("--rollout.entropy", "sampler", "--eval.n_samples_per_
 FLAGS += ("--ckpt.save_steps", "-1", "--logger.dump_rollouts", "0")
 
 _CREDIT = """
+from dataclasses import replace
+
 
 def _advantages(entropy, mask, outcome, group_ids, config, length_penalty):
     from benchmarks.studies.mistakes import METHODS
@@ -31,7 +33,7 @@ def _advantages(entropy, mask, outcome, group_ids, config, length_penalty):
     return METHODS[{name!r}](entropy, mask, outcome, group_ids)
 
 
-ESTIMATORS["gtpo"] = __import__("dataclasses").replace(ESTIMATORS["gtpo"], advantages=_advantages)
+ESTIMATORS["gtpo"] = replace(ESTIMATORS["gtpo"], advantages=_advantages)
 """
 
 
