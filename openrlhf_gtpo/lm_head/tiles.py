@@ -117,8 +117,8 @@ def backward_peak(tokens: int, columns: int, width: int, *, budget: int, on_cpu:
         )
 
     tile = choose_tile(tokens, columns, budget - accumulator, on_cpu, tile_bytes)
-    # The budget includes an accumulator of the weight's gradient, which a float32 buffer does not need, and room for the
-    # larger of two partial gradients.
+    # The budget includes an accumulator of the weight's gradient, which a float32 buffer does not need, and room for
+    # the larger of two partial gradients.
     missing = width * tile.columns * wide
     if is_frozen and on_cpu:
         missing += width * max(0, tile.columns - tile.tokens) * (item + wide)

@@ -150,7 +150,7 @@ class SlurmCluster:
         return int(self._job(job)["Restarts"])
 
     def _job(self, job: str) -> dict[str, str]:
-        """What SLURM shows of a job. On a busy host, scontrol has ended once without a word; it is asked again then."""
+        """What SLURM shows of a job. On a busy host scontrol has ended without a word, and is asked again then."""
         show = ("scontrol", "show", "job", job, "--oneliner")
         shown = self.run(*show, check=False) or self.run(*show)
         return dict(word.partition("=")[::2] for word in shown.split())
