@@ -22,6 +22,8 @@ LORA = ["--ds.lora.rank", "4", "--ds.lora.alpha", "8", "--ds.lora.target_modules
 COMMON = ["--algo.preset", "grpo", "--algo.kl.init_coef", "0", "--train.batch_size", "10", *LORA]
 COMMON += ["--actor.adam.lr", "1e-3", "--actor.lr_warmup_ratio", "0", "--train.micro_batch_size", "2"]
 COMMON += ["--actor.adam.weight_decay", "0"]
+# No ratio is clipped: of one token it is 0.80 and so is the bound, and bfloat16 decides on which side.
+COMMON += ["--actor.eps_clip_low_high", "0.999", "99"]
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "ZeRO 0": (1, ["--ds.zero_stage", "0"]),
     "ZeRO 2": (1, ["--ds.zero_stage", "2"]),
