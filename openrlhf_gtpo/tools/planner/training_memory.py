@@ -221,9 +221,8 @@ def activation_bytes(training: Training, stage: int) -> float:
     ends = (stage > 0) + (stage < training.pipeline - 1)
     kept = training.in_flight(stage) * (stage_layers + ends * 2 * hidden * training.spread) * tokens
     if training.sequence_parallel and not training.lora_rank:
-        kept += (
-            2 * hidden * tokens
-        )  # Megatron's buffer of gathered inputs, which is never freed; frozen products have none
+        # Megatron's buffer of gathered inputs, which is never freed. Frozen products do not use it.
+        kept += 2 * hidden * tokens
     return kept
 
 
