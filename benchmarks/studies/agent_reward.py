@@ -11,9 +11,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from benchmarks.studies.quickstart_runs import HELD_OUT, quickstart, rows_of
+from benchmarks.studies.quickstart_runs import before_and_after, quickstart, rows_of, study_parser
 from benchmarks.suite.harness import print_table
-from openrlhf_gtpo.cli import Parser
 from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.report import names
 
@@ -36,12 +35,7 @@ FLAGS += ("--eval.n_samples_per_prompt", "4", "--ckpt.save_steps", "-1", "--logg
 
 
 def main() -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="of each run (default: 20)")
-    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="1 to N (default: 3)")
-    parser.add_argument("--runs", type=Path, default=Path("runs/agent_reward"), metavar="DIR", help="where runs go")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write all figures to this JSON file")
-    args = parser.parse_args()
+    args = study_parser(__doc__, "agent_reward", steps=20, seeds=3).parse_args()
     data = args.runs / "data"
     subprocess.run([sys.executable, "-m", "openrlhf_gtpo.cli.prepare", "task", *TASK, "--output", data], check=True)
     flags = [*FLAGS, "--data.prompt_dataset", str(data / "train.jsonl"), "--eval.dataset", str(data / "eval.jsonl")]
@@ -64,9 +58,8 @@ def main() -> None:
 def _figures(metrics: Path) -> dict[str, Any]:
     """Held-out reward ``before`` and ``after``, and of each step's rollout the reward, turns, and questions to the
     calculator."""
-    held_out, trained = rows_of(metrics, names.KIND_EVAL), rows_of(metrics, names.KIND_TRAIN)
-    each_step = {key: [row[key] for row in trained] for key in ("reward", "turns", "asked")}
-    return {"before": held_out[0][HELD_OUT], "after": held_out[-1][HELD_OUT], **each_step}
+    trained = rows_of(metrics, names.KIND_TRAIN)
+    return before_and_after(metrics) | {key: [row[key] for row in trained] for key in ("reward", "turns", "asked")}
 
 
 if __name__ == "__main__":

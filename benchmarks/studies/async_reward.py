@@ -10,8 +10,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.studies.quickstart_runs import HELD_OUT, quickstart, rows_of
-from openrlhf_gtpo.cli import Parser
+from benchmarks.studies.quickstart_runs import HELD_OUT, before_and_after, quickstart, rows_of, study_parser
 from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.report import names
 
@@ -25,12 +24,7 @@ MODES: dict[str, tuple[str, ...]] = {
 
 
 def main() -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=40, metavar="N", help="of each run (default: 40)")
-    parser.add_argument("--seeds", type=int, default=5, metavar="N", help="1 to N (default: 5)")
-    parser.add_argument("--runs", type=Path, default=Path("runs/async_reward"), metavar="DIR", help="where runs go")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write all figures to this JSON file")
-    args = parser.parse_args()
+    args = study_parser(__doc__, "async_reward", steps=40, seeds=5).parse_args()
     rewards: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
     for seed in range(1, args.seeds + 1):
         for mode, flags in MODES.items():
@@ -45,12 +39,11 @@ def _run(folder: Path, steps: int, seed: int, flags: tuple[str, ...]) -> dict[st
     """Held-out reward ``before`` and ``after``, its standard error, and the mean staleness of the second half of the
     steps."""
     metrics = quickstart(folder, steps, seed, ("--smoke",), (*COMMON, *flags))
-    held_out, rows = rows_of(metrics, names.KIND_EVAL), rows_of(metrics, names.KIND_TRAIN)
+    rows = rows_of(metrics, names.KIND_TRAIN)
     staleness = [row.get(names.STALENESS_MEAN, 0.0) for row in rows[len(rows) // 2 :]]
     return {
-        "before": held_out[0][HELD_OUT],
-        "after": held_out[-1][HELD_OUT],
-        "stderr": held_out[-1][f"{HELD_OUT}_stderr"],
+        **before_and_after(metrics),
+        "stderr": rows_of(metrics, names.KIND_EVAL)[-1][f"{HELD_OUT}_stderr"],
         "staleness": statistics.fmean(staleness),
     }
 

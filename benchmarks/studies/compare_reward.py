@@ -5,12 +5,10 @@
 Runs that are there are kept: start it again to go on.
 """
 
-from pathlib import Path
 from statistics import fmean, stdev
 
-from benchmarks.studies.quickstart_runs import HELD_OUT, quickstart, rows_of
+from benchmarks.studies.quickstart_runs import before_and_after, quickstart, rows_of, study_parser
 from benchmarks.suite.harness import print_table
-from openrlhf_gtpo.cli import Parser
 from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.report import names
 
@@ -23,22 +21,14 @@ FLAGS = ("--eval.n_samples_per_prompt", "16", "--ckpt.save_steps", "-1", "--logg
 
 
 def main() -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=80, metavar="N", help="of each run (default: 80)")
-    parser.add_argument("--seeds", type=int, default=7, metavar="N", help="1 to N (default: 7)")
-    parser.add_argument("--runs", type=Path, default=Path("runs/compare_reward"), metavar="DIR", help="where runs go")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write all figures to this JSON file")
-    args = parser.parse_args()
+    args = study_parser(__doc__, "compare_reward", steps=80, seeds=7).parse_args()
     reward: dict[str, list[dict[str, float]]] = {name: [] for name in METHODS}
     for seed in range(1, args.seeds + 1):
         for name, flags in METHODS.items():
             folder = args.runs / f"{name}-seed{seed}"
             metrics = quickstart(folder, args.steps, seed, ("--smoke",), (*FLAGS, *flags))
-            first, *_, last = rows_of(metrics, names.KIND_EVAL)
             trained = [row["reward"] for row in rows_of(metrics, names.KIND_TRAIN)]
-            reward[name].append(
-                {"before": first[HELD_OUT], "after": last[HELD_OUT], "training": fmean(trained[len(trained) // 2 :])}
-            )
+            reward[name].append({**before_and_after(metrics), "training": fmean(trained[len(trained) // 2 :])})
             print(f"seed {seed}, {name}: {reward[name][-1]}", flush=True)
     rows = []
     for name, runs in reward.items():

@@ -13,9 +13,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.studies.mistakes import plot
-from benchmarks.studies.quickstart_runs import HELD_OUT, quickstart, rows_of
+from benchmarks.studies.quickstart_runs import before_and_after, quickstart, rows_of, study_parser
 from benchmarks.suite.harness import print_table
-from openrlhf_gtpo.cli import Parser
 from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.report import names
 
@@ -38,11 +37,7 @@ ESTIMATORS["gtpo"] = replace(ESTIMATORS["gtpo"], advantages=_advantages)
 
 
 def main() -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=80, metavar="N", help="of each run (default: 80)")
-    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="1 to N (default: 3)")
-    parser.add_argument("--runs", type=Path, default=Path("runs/mistakes"), metavar="DIR", help="where runs go")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write all figures to this JSON file")
+    parser = study_parser(__doc__, "mistakes", steps=80, seeds=3)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rewards, five steps at a time")
     args = parser.parse_args()
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in METHODS}
@@ -76,10 +71,9 @@ def _run(folder: Path, name: str, steps: int, seed: int) -> dict[str, Any]:
         with (Path(packages) / "openrlhf_gtpo" / "algorithms" / "estimators.py").open("a") as file:
             file.write(_CREDIT.format(name=name))
         metrics = quickstart(folder, steps, seed, ("--smoke",), FLAGS, packages)
-    held_out, trained = rows_of(metrics, names.KIND_EVAL), rows_of(metrics, names.KIND_TRAIN)
+    trained = rows_of(metrics, names.KIND_TRAIN)
     return {
-        "before": held_out[0][HELD_OUT],
-        "after": held_out[-1][HELD_OUT],
+        **before_and_after(metrics),
         "reward": [row["reward"] for row in trained],
         "entropy": [row[names.ENTROPY_ALL] for row in trained],
     }

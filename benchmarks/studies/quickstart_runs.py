@@ -8,9 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from openrlhf_gtpo.cli import Parser
 from openrlhf_gtpo.report import names
 
 HELD_OUT = "eval_products_pass1"  # reward of a held-out answer to the quickstart's task
+
+
+def study_parser(description: str | None, name: str, *, steps: int, seeds: int) -> Parser:
+    """A study's flags, with these defaults: ``steps`` and ``seeds`` of its runs, which go to runs/``name``."""
+    parser = Parser(description=description)
+    parser.add_argument("--steps", type=int, default=steps, metavar="N", help=f"of each run (default: {steps})")
+    parser.add_argument("--seeds", type=int, default=seeds, metavar="N", help=f"1 to N (default: {seeds})")
+    parser.add_argument("--runs", type=Path, default=Path("runs", name), metavar="DIR", help="where runs go")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write all figures to this JSON file")
+    return parser
 
 
 def quickstart(
@@ -33,6 +44,12 @@ def quickstart(
         with folder.with_suffix(".log").open("w") as log:
             subprocess.run(command, check=True, stdout=log, stderr=log, env=environment)
     return metrics
+
+
+def before_and_after(metrics: Path) -> dict[str, float]:
+    """Held-out reward ``before`` and ``after`` training."""
+    first, *_, last = rows_of(metrics, names.KIND_EVAL)
+    return {"before": first[HELD_OUT], "after": last[HELD_OUT]}
 
 
 def rows_of(metrics: Path, kind: str) -> list[dict[str, Any]]:
