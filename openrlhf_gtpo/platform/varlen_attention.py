@@ -60,8 +60,6 @@ def varlen_attention(
     Raises:
         ValueError: rows are padded, or the model wants what these kernels lack.
     """
-    from torch.nn.attention.varlen import varlen_attn
-
     padded = attention_mask is not None or len(query) != 1
     bidirectional = is_causal is False or not getattr(module, "is_causal", True)
     if padded or bidirectional or dropout or softcap is not None or s_aux is not None:
@@ -70,11 +68,29 @@ def varlen_attention(
             "--ds.attn_implementation sdpa, or install flash-attn."
         )
     bounds, longest = _rows(position_ids)
-    window = (-1 if sliding_window is None else sliding_window - 1, 0)
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return causal(q, k, v, bounds, bounds, longest, longest, scaling, sliding_window)[None], None
+
+
+def causal(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_bounds: torch.Tensor,
+    key_bounds: torch.Tensor,
+    most_queries: int,
+    most_keys: int,
+    scale: float | None = None,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Map packed (T, H, D) queries and (K, G, D) keys and values to (T, H, D). The last query of a row sees all of the
+    row's keys, of which there may be more than queries; with ``window``, that many of the last ones."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    sizes = query_bounds, key_bounds, most_queries, most_keys
     grouped = {"enable_gqa": True} if "enable_gqa" in _parameters() else {}  # torch 2.11 groups heads unasked
-    packed = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    output = varlen_attn(*packed, bounds, bounds, longest, longest, scale=scaling, window_size=window, **grouped)
-    return output[None], None
+    seen = (-1 if window is None else window - 1, 0)
+    return varlen_attn(query, key, value, *sizes, scale=scale, window_size=seen, **grouped)
 
 
 @lru_cache(maxsize=1)

@@ -1,0 +1,52 @@
+"""How many tokens rows take if what comes before their actions is computed once, and how to cut them into runs."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Prompt(NamedTuple):
+    """What comes before a row's first action, which rows that have it in common can share."""
+
+    tokens: bytes
+    length: int
+
+    @classmethod
+    def of(cls, ids: Tensor, actions: Tensor) -> "Prompt":
+        """That of a row's (n,) ids, of which (n,) bool are actions."""
+        length = int(actions.int().argmax()) if actions.any() else len(ids)
+        return cls(ids[:length].numpy().tobytes(), length)
+
+
+def computed_tokens(lengths: Sequence[int], prompts: Sequence[Prompt] | None) -> int:
+    """Tokens of rows of ``lengths`` in one micro-batch, in which each of their ``prompts`` is computed once."""
+    if prompts is None:
+        return sum(lengths)
+    return sum(lengths) - sum(prompt.length for prompt in prompts) + sum(prompt.length for prompt in set(prompts))
+
+
+def cut_evenly(lengths: Sequence[int], prompts: Sequence[Prompt], max_tokens: int, multiple: int) -> list[range]:
+    """Cut rows into runs of at most ``max_tokens`` computed tokens each, or of one row, with about as many in each.
+
+    Args:
+        multiple: the number of runs is a multiple of this, unless there are too few rows.
+    """
+
+    def cut(limit: int) -> list[range]:
+        runs, begin, tokens = [], 0, 0
+        for row, (length, prompt) in enumerate(zip(lengths, prompts, strict=True)):
+            known = row > begin and prompt == prompts[row - 1]
+            more = length - prompt.length if known else length
+            if row > begin and tokens + more > limit:
+                runs.append(range(begin, row))
+                begin, tokens, more = row, 0, length
+            tokens += more
+        return [*runs, range(begin, len(lengths))]
+
+    wanted = -(-len(cut(max_tokens)) // multiple) * multiple
+    low, high = 0, max_tokens  # the smallest limit with which there are no more runs than wanted
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(cut(middle)) <= wanted else (middle + 1, high)
+    return cut(low)
