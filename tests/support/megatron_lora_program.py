@@ -63,10 +63,12 @@ def _adapters(model: LoadedModel) -> dict[str, tuple[Any, Any]]:
     return {name: (a.float().numpy(), b.float().numpy()) for name, (a, b) in pairs.items()}
 
 
-def adapter_gradients(source: str, layout: Layout, lora: LoraOptions, step: list, recompute: str) -> Any:
+def adapter_gradients(
+    source: str, layout: Layout, lora: LoraOptions, step: list, recompute: str, shares: bool = False
+) -> Any:
     """Module -> gradients (of A, of B) of one step's loss where B is :func:`b_of`."""
     with on(layout):
-        model = load(source, layout, lora, recompute=recompute)
+        model = load(source, layout, lora, recompute=recompute, shares_prompts=shares)
         _set_b(model)
         trainer = Trainer(model, OptimizerOptions(max_norm=0, distributed=False))
         mine, seeds, tokens = _share(step)

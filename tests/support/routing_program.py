@@ -38,11 +38,12 @@ def micro_batch(rows: Routed) -> MicroBatch:
 
 
 def log_probs(
-    source: str, layout: Layout, dtype: str, batches: list[Routed], replays: bool = True
+    source: str, layout: Layout, dtype: str, batches: list[Routed], replays: bool = True, shares: bool = False
 ) -> tuple[list[Any], dict[int, Any]]:
     """(N,) log-probs of each micro-batch on every rank, and what this rank's routers have seen, by layer."""
     with on(layout):
-        model = load_model(source, ModelOptions(layout=layout, dtype=getattr(torch, dtype)))
+        options = ModelOptions(layout=layout, dtype=getattr(torch, dtype), shares_prompts=shares)
+        model = load_model(source, options)
         layers = install(model)
         rows = [micro_batch([(tokens, r if replays else None) for tokens, r in batch]) for batch in batches]
         found = [values.log_probs.numpy() for values in schedule.forward(model, rows)]
@@ -50,10 +51,12 @@ def log_probs(
         return found, seen
 
 
-def gradients(source: str, layout: Layout, recompute: str, batches: list[Routed]) -> dict[str, Any]:
+def gradients(
+    source: str, layout: Layout, recompute: str, batches: list[Routed], shares: bool = False
+) -> dict[str, Any]:
     """Name -> gradient (numpy) of minus the sum of all log-probs, on rank 0; empty elsewhere."""
     with on(layout):
-        options = ModelOptions(layout=layout, dtype=torch.float32, recompute=recompute)
+        options = ModelOptions(layout=layout, dtype=torch.float32, recompute=recompute, shares_prompts=shares)
         trainer = Trainer(load_model(source, options), OptimizerOptions(max_norm=0, distributed=False))
         layers = install(trainer.model)
         mine, _ = _share([micro_batch(batch) for batch in batches], layout)

@@ -39,10 +39,12 @@ class PolicyConfig(TransformerConfig):
     Fields:
         token_multiple: the number of packed tokens of a micro-batch on a rank is a multiple of this.
         portable_layers: True for this package's own layers, False for Transformer Engine's, where they are available.
+        shares_prompts: rows of a micro-batch have what they have in common computed once.
     """
 
     token_multiple: int = 1
     portable_layers: bool = True
+    shares_prompts: bool = False
 
 
 class _AdaptedBridge:
@@ -62,7 +64,13 @@ class _AdaptedBridge:
 
     def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> TransformerBlockSubmodules:
         if not self.config.portable_layers:
-            return super()._get_transformer_layer_spec(vp_stage)  # type: ignore[misc]
+            spec = super()._get_transformer_layer_spec(vp_stage)  # type: ignore[misc]
+            if self.config.shares_prompts:
+                from openrlhf_gtpo.megatron.model.fused_attention import SharedPromptAttention
+
+                for layer in spec.layer_specs:
+                    layer.submodules.self_attention.submodules.core_attention = SharedPromptAttention
+            return spec
         from openrlhf_gtpo.megatron.model.layers import portable_layer_spec
 
         return portable_layer_spec(self.config, vp_stage)

@@ -24,7 +24,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from openrlhf_gtpo.megatron.model.expert_layers import portable_experts
+from openrlhf_gtpo.megatron.model.packing import TreeParams
 from openrlhf_gtpo.megatron.parallel.context import chunks_of_rank
+from openrlhf_gtpo.shared_prompts import attention as shared_prompts
 
 # Below this many tokens, torch's attention on a CPU is faster in float32: its bfloat16 backward pass is made for long
 # rows (16 sequences of 84 to 247 tokens: 37 against 54 ms, one of 2048: 241 against 178 ms, two cores).
@@ -82,6 +84,9 @@ class PackedAttention(torch.nn.Module):
     ) -> Tensor:
         assert packed_seq_params is not None, "every micro-batch is packed"
         assert attention_bias is None and attention_mask is None
+        if isinstance(packed_seq_params, TreeParams):
+            assert packed_seq_params.tree is not None
+            return shared_prompts.attend(query, key, value, packed_seq_params.tree, self.softmax_scale).flatten(1)
         lengths = packed_seq_params.cu_seqlens_q.diff()
         group = parallel_state.get_context_parallel_group()
         if group.size() > 1:

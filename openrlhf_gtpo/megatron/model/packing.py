@@ -8,7 +8,15 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from openrlhf_gtpo.megatron.parallel.context import chunks_of_rank
+from openrlhf_gtpo.shared_prompts.tree import Tree, pack_tree
 from openrlhf_gtpo.token_values import MicroBatch
+
+
+@dataclass
+class TreeParams(PackedSeqParams):
+    """One sequence of all tokens, whose rotary frequencies come token by token; attention goes by the tree."""
+
+    tree: Tree | None = None
 
 
 @dataclass(frozen=True)
@@ -95,12 +103,50 @@ def pack(
     return Packed(tokens, positions, params, predicts, labels, is_local, routes)
 
 
+def pack_shared(micro_batch: MicroBatch, device: torch.device, multiple: int = 1) -> Packed:
+    """Like :func:`pack`, but what rows have in common is computed once, and what comes after a row's last action, or
+    is that action, not at all. Tokens that go to other experts are others."""
+    rows, actions = [row[0] for row in micro_batch], [row[1] for row in micro_batch]
+    assert not any(bool(acts[0]) for acts in actions), "a row's first token is an action"
+    needed = [int(acts.nonzero().max()) if acts.any() else 0 for acts in actions]
+    given = _routes(micro_batch)
+    tree = pack_tree(rows, needed, given, multiple)
+    flat = torch.cat(actions)
+    labels = torch.cat(rows)[flat]
+    predicts = tree.places[flat.nonzero().squeeze(1) - 1]
+    routes = None
+    if given is not None:
+        routes = _live(given[0], len(tree.tokens))
+        routes[: len(tree.origin)] = torch.cat(given)[tree.origin]
+    size, longest = len(tree.tokens), int(tree.position_ids.max()) + 1
+    offsets = torch.tensor([0, size], dtype=torch.int32).to(device, non_blocking=True)
+    params = TreeParams("thd", offsets, offsets, max_seqlen_q=longest, max_seqlen_kv=longest, tree=tree)
+    tokens, positions, predicts, labels = (
+        tensor.to(device, non_blocking=True)
+        for tensor in (tree.tokens.unsqueeze(0), tree.position_ids.unsqueeze(0), predicts, labels)
+    )
+    routes = None if routes is None else routes.to(device, non_blocking=True)
+    return Packed(tokens, positions, params, predicts, labels, None, routes)
+
+
 def _packed_routes(micro_batch: MicroBatch, places: Tensor, size: int) -> Tensor | None:
     """The rows' experts at the ``places`` of their tokens among ``size``; None if no row has any."""
+    given = _routes(micro_batch)
+    if given is None:
+        return None
+    routes = _live(given[0], size)
+    routes[places] = torch.cat(given)
+    return routes
+
+
+def _routes(micro_batch: MicroBatch) -> list[Tensor] | None:
+    """The experts of each row's tokens; None if no row has any."""
     known = [row[2] for row in micro_batch if len(row) > 2]
     if not known:
         return None
-    live = known[0].new_full((size, *known[0].shape[1:]), torch.iinfo(known[0].dtype).max)
-    routes = live.clone()
-    routes[places] = torch.cat([row[2] if len(row) > 2 else live[: len(row[0])] for row in micro_batch])
-    return routes
+    return [row[2] if len(row) > 2 else _live(known[0], len(row[0])) for row in micro_batch]
+
+
+def _live(like: Tensor, size: int) -> Tensor:
+    """Routes of tokens that the routers send where they like."""
+    return like.new_full((size, *like.shape[1:]), torch.iinfo(like.dtype).max)

@@ -26,7 +26,7 @@ from openrlhf_gtpo.megatron.fp8.fp8 import Fp8
 from openrlhf_gtpo.megatron.fp8.options import Fp8Options, check_fp8_host, check_transformer_engine
 from openrlhf_gtpo.megatron.model.adapters import adapters_of, add_adapters
 from openrlhf_gtpo.megatron.model.bridge import EXPERTS, make_bridge, read_config
-from openrlhf_gtpo.megatron.model.packing import Packed
+from openrlhf_gtpo.megatron.model.packing import Packed, TreeParams
 from openrlhf_gtpo.megatron.parallel import groups
 from openrlhf_gtpo.megatron.parallel.context import gather_actions
 from openrlhf_gtpo.megatron.parallel.host import device, has_transformer_engine, megatron_calls, on_cuda
@@ -49,6 +49,7 @@ class ModelOptions:
         fp8: which products are in FP8, and how; None for none.
         lm_head_bytes: temporary memory for the LM head, in bytes; None leaves the choice to it.
         lora: the adapters that are trained in the place of all weights, not with FP8 or experts; None for none.
+        shares_prompts: whether rows have what they have in common computed once; not under context parallelism.
         seed: the run's, which the adapters begin with.
     """
 
@@ -60,6 +61,7 @@ class ModelOptions:
     fp8: Fp8Options | None = None
     lm_head_bytes: int | None = None
     lora: LoraOptions | None = None
+    shares_prompts: bool = False
     seed: int = 0
 
     @property
@@ -82,6 +84,7 @@ class ModelOptions:
             "sequence_parallel": ranks > 1,
             "token_multiple": ranks * (self.fp8.alignment if self.fp8 else 1),
             "portable_layers": not fused,
+            "shares_prompts": self.shares_prompts,
             "use_cpu_initialization": not on_cuda(),
             # The checkpoint's weights replace these; initialization still marks which parameters are shards.
             "init_method": _leave,
@@ -121,6 +124,12 @@ class PolicyGPTModel(GPTModel):
         with self.around_layers(packed):
             hidden = super().forward(packed.tokens, packed.position_ids, None, packed_seq_params=packed.params)
         return self._log_probs(hidden, packed, with_entropy) if self.post_process else hidden
+
+    def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
+        inputs, rotary, *others = super()._preprocess(*args, **kwargs)
+        if isinstance(kwargs["packed_seq_params"], TreeParams):
+            rotary = rotary[kwargs["position_ids"][0]]  # (T, 1, 1, D), token by token
+        return (inputs, rotary, *others)
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states

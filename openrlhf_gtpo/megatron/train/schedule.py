@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from openrlhf_gtpo.megatron.model.packing import pack
+from openrlhf_gtpo.megatron.model.packing import pack, pack_shared
 from openrlhf_gtpo.megatron.model.policy import LoadedModel
 from openrlhf_gtpo.megatron.parallel.host import device, megatron_calls
 from openrlhf_gtpo.token_values import MicroBatch, TokenValues
@@ -92,7 +92,11 @@ def _run(
 
     def step(data: Iterator[tuple[int, MicroBatch]], model: torch.nn.Module) -> tuple[Any, Callable]:
         index, rows = next(data)
-        output = model(pack(rows, device(), config.token_multiple, context), with_entropy=with_entropy)
+        if config.shares_prompts:
+            packed = pack_shared(rows, device(), config.token_multiple)
+        else:
+            packed = pack(rows, device(), config.token_multiple, context)
+        output = model(packed, with_entropy=with_entropy)
         if isinstance(output, tuple):
             output = _Output(output)
         return output, partial(finish, index) if index < len(micro_batches) else _count_nothing
