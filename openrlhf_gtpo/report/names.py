@@ -98,6 +98,8 @@ TOKENS_PER_SECOND_PREFIX = "tokens_per_second/"
 TOKENS_PROMPT = "tokens/prompt"  # of every response's prompt, and of an environment's turns; no padding
 TOKENS_RESPONSE = "tokens/response"  # sampled tokens, which are trained on
 TOKENS_SAMPLED = "tokens/sampled"  # of all responses, also those that dynamic sampling drops and a guide's rescues
+TOKENS_COMPUTED = "tokens/computed"  # in the training phase: with padding, and a shared prompt once a micro-batch
+TOKENS_ROWS = "tokens/rows"  # in the training phase: of the rows that it goes through, prompts and responses
 FLOPS_FORWARD = "flops/forward"  # of the matrix products of one forward pass of the policy over the step's tokens
 PEAK_MEMORY_PREFIX = "peak_memory_gib/"
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.training import host, patch
+from openrlhf_gtpo.training.checks import shared_prompts
 from openrlhf_gtpo.training.checks.data import check_data
 from openrlhf_gtpo.training.checks.megatron import check_megatron
 from openrlhf_gtpo.training.checks.model import Model
@@ -87,6 +88,7 @@ def check(args: SimpleNamespace) -> None:
     check_reads_text(args, policy)
     check_megatron(args, policy)  # layout, FP8, what the Megatron actor does not do
     policy.check_vocabulary()
+    shared_prompts.decide(args, [policy] if args.actor.backend == "megatron" else models)
     if args.rollout.is_sampled:
         check_reward(args)
         check_data(args, policy)  # every row's prompt and label

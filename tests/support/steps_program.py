@@ -33,7 +33,7 @@ def run_rounds(
     critic = args.algo.advantage.estimator == "gae"
     found = []
     for number, lengths in enumerate(rounds, start=1):
-        for row, batch, old in _own_rows(trained, strategy, lengths):
+        for row, batch, old in _own_rows(trained, strategy, lengths, "--train.shared_prompts" in argv):
             trained.append(_sample(row, batch, old, args))
         found.append(to_numbers(trained.fit() if critic else trained.fit(0.1)))
         if getattr(trained, "ema_model", None) is not None:
@@ -200,11 +200,16 @@ def _trained(backend: str, model: str, argv: list[str]) -> tuple[SimpleNamespace
     from openrlhf.utils import get_strategy
 
     from openrlhf_gtpo.training import host, patch, run
+    from openrlhf_gtpo.training.checks import shared_prompts
+    from openrlhf_gtpo.training.checks.model import Model
     from tests.support.rollouts import arguments
 
     args = arguments(*argv, "--actor.model_name_or_path", model, "--actor.backend", backend)
     args.actor.num_gpus_per_node = int(os.environ["WORLD_SIZE"])
     host.adapt(args)
+    if args.train.shared_prompts == "on" and "--train.shared_prompts" in argv:
+        shared_prompts.decide(args, [Model(model, "--actor.model_name_or_path")])
+        assert args.train.shares_prompts
     patch.apply(args)
     os.environ["LOCAL_RANK"] = "0"
     strategy = get_strategy(args)
@@ -217,17 +222,24 @@ def _trained(backend: str, model: str, argv: list[str]) -> tuple[SimpleNamespace
     return args, strategy, trained
 
 
-def _own_rows(trained: Any, strategy: Any, lengths: list[int]) -> Iterator[tuple[int, SimpleNamespace, torch.Tensor]]:
+def _own_rows(
+    trained: Any, strategy: Any, lengths: list[int], grouped: bool = False
+) -> Iterator[tuple[int, SimpleNamespace, torch.Tensor]]:
     """This replica's rows, dealt as ``ActorGroup`` does: number, tokens, and what the model answers for them."""
+    from openrlhf_gtpo.shared_prompts.balance import Prompt
     from openrlhf_gtpo.training.actors.optimizer_steps import deal_rows
 
     replicas, order = strategy.ds_device_mesh["dp"], trained.trainer.row_order()
     if order is None or len(lengths) < replicas.size():
         dealt = np.array_split(np.arange(len(lengths)), replicas.size())
     else:
-        dealt = deal_rows([PROMPT + length for length in lengths], replicas.size(), order)
+        tokens = [_row(row, length, grouped).sequences[0] for row, length in enumerate(lengths)]
+        prompts = (
+            [Prompt.of(row, torch.arange(len(row)) >= PROMPT) for row in tokens] if order.shares_prompts else None
+        )
+        dealt = deal_rows([PROMPT + length for length in lengths], replicas.size(), order, prompts)
     mine = dealt[replicas.get_local_rank()].tolist()
-    batches = [_row(row, lengths[row]) for row in mine]
+    batches = [_row(row, lengths[row], grouped) for row in mine]
     old = [log_probs_of(result) for result in run_forward(trained, batches)] if batches else []
     return zip(mine, batches, old, strict=True)
 
@@ -238,9 +250,12 @@ def _critic_class() -> Any:
     return DeepspeedCriticActor
 
 
-def _row(row: int, length: int) -> SimpleNamespace:
+def _row(row: int, length: int, grouped: bool = False) -> SimpleNamespace:
+    """Args: grouped: four rows in a row have the same prompt."""
     generator = torch.Generator().manual_seed(100 + row)
     tokens = torch.randint(1, 60, (1, PROMPT + length), generator=generator)
+    if grouped:
+        tokens[:, :PROMPT] = torch.randint(1, 60, (PROMPT,), generator=torch.Generator().manual_seed(1000 + row // 4))
     actions = torch.zeros(1, PROMPT + length - 1, dtype=torch.long)
     actions[:, PROMPT - 1 :] = 1
     return SimpleNamespace(sequences=tokens, action_mask=actions, attention_mask=torch.ones_like(tokens))

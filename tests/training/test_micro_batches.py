@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from openrlhf_gtpo.shared_prompts.balance import Prompt, computed_tokens
 from openrlhf_gtpo.token_values import MicroBatch, TokenValues
 from openrlhf_gtpo.training.actors.micro_batches import PaddedBatch, fill_micro_batches, forward_padded
 
@@ -54,6 +55,26 @@ def test_they_are_of_similar_size() -> None:
 )
 def test_known_cases(lengths: list[int], max_tokens: int, wanted: list[list[int]]) -> None:
     assert sorted(fill_micro_batches(lengths, max_tokens)) == wanted
+
+
+GROUPS = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 40)), max_size=40)  # each row's prompt and own tokens
+
+
+@settings(deadline=None)
+@given(GROUPS, st.integers(1, 150))
+def test_rows_that_share_a_prompt_stay_together(rows: list[tuple[int, int]], max_tokens: int) -> None:
+    """A micro-batch fits with each of its prompts counted once, and a group that fits is in one."""
+    prompts = [Prompt(bytes([kind]), 7 * kind) for kind, _ in rows]
+    lengths = [prompt.length + own for prompt, (_, own) in zip(prompts, rows, strict=True)]
+    filled = fill_micro_batches(lengths, max_tokens, prompts)
+    assert sorted(row for batch in filled for row in batch) == list(range(len(rows)))
+    for batch in filled:
+        tokens = computed_tokens([lengths[row] for row in batch], [prompts[row] for row in batch])
+        assert tokens <= max_tokens or len(batch) == 1
+    for prompt in set(prompts):
+        group = [row for row in range(len(rows)) if prompts[row] == prompt]
+        if computed_tokens([lengths[row] for row in group], [prompt] * len(group)) <= max_tokens:
+            assert any(set(group) <= set(batch) for batch in filled)
 
 
 @st.composite

@@ -17,6 +17,7 @@ from torch.distributed import TCPStore
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.training.actors.micro_batches import prompts_of
 from openrlhf_gtpo.training.actors.optimizer_steps import deal_rows
 
 # Forward passes over micro-batches: of a model, and of the policy without its adapters.
@@ -106,7 +107,8 @@ class ActorGroup(RayActorGroup):
         if order is None or sum(len(experience.sequences) for experience in experiences) < replicas:
             return experiences
         rows = [row for experience in experiences for row in split_experience_batch(experience)]
-        dealt = deal_rows([int(row.total_length) for row in rows], replicas, order)
+        prompts = prompts_of(rows) if order.shares_prompts else None
+        dealt = deal_rows([int(row.total_length) for row in rows], replicas, order, prompts)
         entries = min(-(-len(experiences) // replicas), len(dealt[-1]))
         parts = [part for replica_rows in dealt for part in np.array_split(replica_rows, entries)]
         return [make_experience_batch([rows[row] for row in part]) for part in parts]

@@ -77,7 +77,7 @@ class MegatronModelActor(BaseModelActor):
         args = self.strategy.args
         per_gpu = args.rollout.max_tokens_per_gpu or args.train.max_tokens_per_gpu
         budget = per_gpu * args.megatron.context_parallel_size
-        return forward_padded(batches, budget, partial(schedule.forward, self.model))
+        return forward_padded(batches, budget, partial(schedule.forward, self.model), args.train.shares_prompts)
 
     def _forward_reference(self, batches: list[PaddedBatch]) -> list[Any]:
         with self.model.without_adapters():
@@ -253,6 +253,7 @@ def _model_options(args: SimpleNamespace) -> ModelOptions:
         fp8=fp8_of(args),
         lm_head_bytes=args.megatron.lm_head_mb and args.megatron.lm_head_mb * 2**20,
         lora=args.actor.lora,
+        shares_prompts=args.train.shares_prompts,
         seed=args.train.seed,
     )
 

@@ -16,6 +16,7 @@ from openrlhf_gtpo.megatron.model.weights import FullWeights
 from openrlhf_gtpo.megatron.parallel.groups import is_first_replica, is_reporter
 from openrlhf_gtpo.megatron.parallel.host import device
 from openrlhf_gtpo.megatron.train.trainer import Trainer
+from openrlhf_gtpo.shared_prompts.balance import Prompt, computed_tokens
 from openrlhf_gtpo.token_values import place
 from openrlhf_gtpo.training.actors.actor_trainer import ActorTrainer
 from openrlhf_gtpo.training.actors.micro_batches import fill_micro_batches, token_row
@@ -69,6 +70,7 @@ class MegatronActorTrainer(ActorTrainer):
             )
             for experience, kept in zip(step.experiences, report.kept, strict=bool(report.kept)):
                 metrics.add({**row_metrics(experience), **kept}, experience)
+            metrics.add_tokens(step.computed, step.of_rows)
             bad += self._bad_steps.add(report.grad_norm, self.megatron.steps, metrics)
         self._bad_steps.check_weights((n, in_high_precision(p)) for n, p in self.model.stage.named_parameters())
         status = metrics.averages(len(steps), is_reporter())
@@ -78,7 +80,8 @@ class MegatronActorTrainer(ActorTrainer):
 
     def row_order(self) -> RowOrder:
         """The order of rows in the next training phase: the same on every rank of a replica, and after a resume."""
-        return RowOrder(self.args.train.batch_size, [self.args.train.seed, self.megatron.steps])
+        train = self.args.train
+        return RowOrder(train.batch_size, [train.seed, self.megatron.steps], train.shares_prompts)
 
     def _data_group(self) -> torch.distributed.ProcessGroup:
         return self.strategy.ds_device_mesh["dp"].get_group()
@@ -107,7 +110,13 @@ class _StepLoss:
             token_row(row.sequences, row.attention_mask, row.action_mask, *(row.mm_train_inputs or ())) for row in rows
         ]
         budget = args.train.max_tokens_per_gpu * args.megatron.context_parallel_size
-        members = fill_micro_batches([len(row[0]) for row in tokens_of], budget)
+        prompts = [Prompt.of(*row[:2]) for row in tokens_of] if args.train.shares_prompts else None
+        lengths = [len(row[0]) for row in tokens_of]
+        members = fill_micro_batches(lengths, budget, prompts)
+        self.computed = sum(
+            computed_tokens([lengths[i] for i in part], prompts and [prompts[i] for i in part]) for part in members
+        )
+        self.of_rows = sum(lengths)
         self.micro_batches = [[tokens_of[i] for i in part] for part in members]
         self.experiences = [make_experience_batch([rows[i] for i in part], True) for part in members]
         self.with_entropy = args.actor.entropy_coef is not None

@@ -1,12 +1,14 @@
 """Turns OpenRLHF's padded batches into rows of tokens, fills micro-batches by token count, and places the results."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.utils.seqlen_balancing import get_minimum_num_micro_batch_size, get_seqlen_balanced_partitions
 from torch import Tensor
 
+from openrlhf_gtpo.shared_prompts.balance import Prompt, computed_tokens
 from openrlhf_gtpo.token_values import MicroBatch, TokenRow, TokenValues, place
 from openrlhf_gtpo.training.rows import ROUTES
 
@@ -15,24 +17,54 @@ from openrlhf_gtpo.training.rows import ROUTES
 PaddedBatch = tuple[Any, ...]
 
 
-def fill_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def prompts_of(rows: Iterable[Experience]) -> list[Prompt]:
+    """Of experiences of one row each."""
+    return [Prompt.of(*token_row(row.sequences, row.attention_mask, row.action_mask)) for row in rows]
+
+
+def fill_micro_batches(
+    lengths: Sequence[int], max_tokens: int, prompts: Sequence[Prompt] | None = None
+) -> list[list[int]]:
     """Micro-batches of at most ``max_tokens`` tokens and of similar size, as indices into ``lengths``, each once.
 
     There are about as few as first-fit needs. A row longer than ``max_tokens`` gets a micro-batch to itself. The same
     lengths (each at least 1) give the same micro-batches in every process.
+
+    Args:
+        prompts: each row's, if it is computed once for all rows of a micro-batch. Rows that share one stay together;
+            where they do not fit, each part of them has the prompt.
     """
-    too_long = [[row] for row, length in enumerate(lengths) if length > max_tokens]
-    rows = [row for row, length in enumerate(lengths) if length <= max_tokens]
-    if not rows:
-        return too_long
-    sizes = [lengths[row] for row in rows]
+    # Rows that stay together, and their tokens.
+    together: list[list[int]] = [[row] for row in range(len(lengths))]
+    if prompts is not None:
+        together = []
+        groups: dict[Prompt, list[int]] = {}
+        for row, prompt in enumerate(prompts):
+            groups.setdefault(prompt, []).append(row)
+        for prompt, rows in groups.items():
+            together.append([])
+            tokens = prompt.length
+            for row in rows:
+                own = lengths[row] - prompt.length
+                if together[-1] and tokens + own > max_tokens:
+                    together.append([])
+                    tokens = prompt.length
+                together[-1].append(row)
+                tokens += own
+    sizes = [computed_tokens([lengths[r] for r in rows], prompts and [prompts[r] for r in rows]) for rows in together]
+    # Those that fill a micro-batch, and partitions of the others.
+    full = [rows for rows, size in zip(together, sizes) if size > max_tokens]
+    together = [rows for rows, size in zip(together, sizes) if size <= max_tokens]
+    sizes = [size for size in sizes if size <= max_tokens]
+    if not together:
+        return full
     count = get_minimum_num_micro_batch_size(sorted(sizes, reverse=True), max_tokens, 1, 1)
     while True:
         parts = get_seqlen_balanced_partitions(sizes, count, equal_size=False)
         if all(sum(sizes[i] for i in part) <= max_tokens for part in parts):
-            return too_long + [[rows[i] for i in part] for part in parts]
-        # Balancing looks only at sums and may overfill where first-fit did not. One row each always fits.
-        count = min(len(rows), count + 1 + count // 32)
+            return full + [sorted(row for i in part for row in together[i]) for part in parts]
+        # Balancing looks only at sums and may overfill where first-fit did not. One each always fits.
+        count = min(len(together), count + 1 + count // 32)
 
 
 def token_row(
@@ -49,15 +81,20 @@ def token_row(
 
 
 def forward_padded(
-    batches: Sequence[PaddedBatch], max_tokens: int, forward: Callable[[list[MicroBatch]], list[TokenValues]]
+    batches: Sequence[PaddedBatch],
+    max_tokens: int,
+    forward: Callable[[list[MicroBatch]], list[TokenValues]],
+    shares_prompts: bool = False,
 ) -> list[TokenValues]:
     """Values (b, A) of every batch, computed in micro-batches of at most ``max_tokens`` tokens drawn from all batches.
 
     Args:
         forward: maps micro-batches to the values of their actions, (N,) each, row after row.
+        shares_prompts: whether it computes each prompt of a micro-batch once.
     """
     rows = [token_row(*row) for batch in batches for row in zip(*batch, strict=True)]
-    members = fill_micro_batches([len(row[0]) for row in rows], max_tokens)
+    prompts = [Prompt.of(*row[:2]) for row in rows] if shares_prompts else None
+    members = fill_micro_batches([len(row[0]) for row in rows], max_tokens, prompts)
     results = forward([[rows[i] for i in part] for part in members])
     values: list[Tensor] = [torch.empty(0)] * len(rows)  # of each row, (2, its actions)
     for part, result in zip(members, results, strict=True):

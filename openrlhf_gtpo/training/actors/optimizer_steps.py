@@ -22,7 +22,8 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.platform.agreement import all_gather_objects
 from openrlhf_gtpo.report import names
-from openrlhf_gtpo.training.actors.micro_batches import fill_micro_batches
+from openrlhf_gtpo.shared_prompts.balance import Prompt, computed_tokens
+from openrlhf_gtpo.training.actors.micro_batches import fill_micro_batches, prompts_of
 from openrlhf_gtpo.training.credit.info import off_policy_rows
 from openrlhf_gtpo.training.credit.loss import StepTotals
 from openrlhf_gtpo.training.credit.old_policy import count_steps
@@ -59,21 +60,26 @@ def optimizer_steps(
 
 class RowOrder(NamedTuple):
     """How replicas go through their rows: in optimizer steps of ``batch_size`` rows over all replicas, shuffled by a
-    generator seeded with ``seed``."""
+    generator seeded with ``seed``; ``shares_prompts`` if rows of a micro-batch have their prompt computed once."""
 
     batch_size: int
     seed: list[int]
+    shares_prompts: bool = False
 
 
-def deal_rows(lengths: Sequence[int], replicas: int, order: RowOrder) -> list[np.ndarray]:
+def deal_rows(
+    lengths: Sequence[int], replicas: int, order: RowOrder, prompts: Sequence[Prompt] | None = None
+) -> list[np.ndarray]:
     """The rows that each replica gets, in the order of its replay buffer, with about the same number of tokens on each
     replica in every optimizer step.
 
     Each step has the same rows over all replicas, and each replica the same number of them, as with equal chunks of
-    consecutive rows. Within a step, the longest row left goes to the replica with the fewest tokens.
+    consecutive rows. Within a step, the longest row left, or the rows left that share a prompt and have most tokens,
+    go to the replica with the fewest tokens that has room for all of them.
 
     Args:
         lengths: number of tokens in each row, prompt and response.
+        prompts: each row's, if it is computed once for the rows of a replica that share it.
     """
     chunks = np.array_split(np.arange(len(lengths)), replicas)
     steps = count_steps(len(lengths), order.batch_size)
@@ -85,10 +91,22 @@ def deal_rows(lengths: Sequence[int], replicas: int, order: RowOrder) -> list[np
         rows = np.concatenate([chunk[place] for chunk, place in zip(chunks, places, strict=True)])
         tokens = [0] * replicas
         free = [list(place) for place in places]
-        for row in sorted(rows, key=lambda row: -lengths[row]):
-            to = min((replica for replica in range(replicas) if free[replica]), key=lambda replica: tokens[replica])
-            dealt[to][free[to].pop()] = row
-            tokens[to] += lengths[row]
+        groups: dict[Any, list[int]] = {}
+        for row in rows.tolist():
+            groups.setdefault(row if prompts is None else prompts[row], []).append(row)
+
+        def computed(members: list[int]) -> int:
+            return computed_tokens([lengths[row] for row in members], prompts and [prompts[row] for row in members])
+
+        for members in sorted(groups.values(), key=lambda members: -computed(members)):
+            while members:
+                room = [replica for replica in range(replicas) if len(free[replica]) >= len(members)]
+                room = room or [max(range(replicas), key=lambda replica: len(free[replica]))]
+                to = min(room, key=lambda replica: tokens[replica])
+                part, members = members[: len(free[to])], members[len(free[to]) :]
+                for row in part:
+                    dealt[to][free[to].pop()] = row
+                tokens[to] += computed(part)
     return dealt
 
 
@@ -151,8 +169,14 @@ class StepMetrics:
             elif tokens:  # a mean over no tokens is NaN
                 self._sums[name, whose + "token"] += mean * tokens
 
+    def add_tokens(self, computed: int, of_rows: int) -> None:
+        """Add the tokens of one micro-batch: those that were computed, and those of its rows."""
+        self._sums[names.TOKENS_COMPUTED, "phase"] += computed
+        self._sums[names.TOKENS_ROWS, "phase"] += of_rows
+
     def averages(self, steps: int, reports: bool) -> dict[str, float]:
-        """Averages over ``steps`` optimizer steps and all ranks that set ``reports``, one per replica. Collective."""
+        """Averages over ``steps`` optimizer steps and all ranks that set ``reports``, one per replica, and the number
+        of tokens of the phase. Collective."""
         gathered = all_gather_objects((dict(self._sums), self._weights) if reports else None)
         sums: dict[tuple[str, str], float] = defaultdict(float)
         weights: dict[str, float] = defaultdict(float, step=float(steps))
@@ -228,6 +252,7 @@ class MicroBatch(NamedTuple):
     row_share: float  # of the step's rows, times the number of replicas: what a mean over these rows is multiplied by
     last: bool  # whether an optimizer step ends with it
     totals: StepTotals
+    tokens: tuple[int, int]  # that are computed, and that its rows have
 
 
 class WholeSteps:
@@ -267,6 +292,7 @@ class WholeSteps:
             values = step(batch)
             if batch.rows:
                 metrics.add(values, batch.experience)
+                metrics.add_tokens(*batch.tokens)
             if batch.last:
                 # If it overflows, DeepSpeed gives the norm of the step before.
                 norm = math.nan if engine.optimizer.overflow else self.strategy.get_grad_norm(engine)
@@ -280,11 +306,12 @@ class WholeSteps:
 
     def row_order(self) -> RowOrder | None:
         """The order of rows in the next training phase: the same on every rank of a replica, and after a resume. None
-        for the rows' own order, in which dynamic batches are already sorted for balance."""
+        for the rows' own order, in which dynamic batches without shared prompts are already sorted for balance."""
         engine, train = self._deepspeed_engine, self.strategy.args.train
-        if train.dynamic_batch_enable:
+        if train.dynamic_batch_enable and not train.shares_prompts:
             return None
-        return RowOrder(train.batch_size, [train.seed, engine.global_steps - engine.skipped_steps])
+        seed = [train.seed, engine.global_steps - engine.skipped_steps]
+        return RowOrder(train.batch_size, seed, train.shares_prompts)
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         """The micro-batches of a training phase, one for each backward pass; the engine knows which is the last."""
@@ -309,18 +336,26 @@ class WholeSteps:
                 engine.set_gradient_accumulation_boundary(last)
                 batch = make_experience_batch(part, args.ds.packing_samples) if part else _no_actions()
                 share = len(part) * group.size() / num_rows
-                yield MicroBatch(batch.to_device(device), len(part), share, last, totals)
+                lengths = [int(item.total_length) for item in part]
+                computed = len(part) * max(lengths, default=0)  # padded to the longest
+                if args.ds.packing_samples:
+                    computed = computed_tokens(lengths, prompts_of(part) if args.train.shares_prompts else None)
+                tokens = computed, sum(lengths)
+                yield MicroBatch(batch.to_device(device), len(part), share, last, totals, tokens)
 
     def _split(self, items: list[Experience]) -> list[list[Experience]]:
-        """Split into micro-batches by number of tokens with dynamic batches, by number of rows otherwise."""
+        """Split into micro-batches by number of tokens with dynamic batches, by number of rows otherwise. Where
+        prompts are shared, as many tokens are computed at once as in that number of rows, padded to the longest."""
         args = self.strategy.args
-        if not args.train.dynamic_batch_enable:
-            size = args.train.micro_batch_size
+        dynamic, size, shares = args.train.dynamic_batch_enable, args.train.micro_batch_size, args.train.shares_prompts
+        if not dynamic and not shares:
             return [items[i : i + size] for i in range(0, len(items), size)]
+        lengths = [int(item.total_length) for item in items]
         budget = args.train.max_tokens_per_gpu * args.ds.ring_attn_size * args.ds.tensor_parallel_size
-        return [
-            [items[i] for i in part] for part in fill_micro_batches([int(item.total_length) for item in items], budget)
-        ]
+        if not dynamic:
+            budget = size * max(lengths, default=0)
+        prompts = prompts_of(items) if shares else None
+        return [[items[i] for i in part] for part in fill_micro_batches(lengths, budget, prompts)]
 
 
 def _own_part(parameter: Any) -> Tensor:

@@ -53,7 +53,7 @@ from openrlhf_gtpo.platform.agreement import (
 from openrlhf_gtpo.platform.compile_lock import CompileLock
 from openrlhf_gtpo.platform.files import share_weights
 from openrlhf_gtpo.platform.random_state import apply_random_state, random_state
-from openrlhf_gtpo.training.actors import adapters
+from openrlhf_gtpo.training.actors import adapters, shared_prompts
 from openrlhf_gtpo.training.checks.prompts import Prompts, blending_datasets
 from openrlhf_gtpo.training.checks.results import checkpoint_folders
 from openrlhf_gtpo.training.settings.prompts import keep_prompts
@@ -101,6 +101,8 @@ class Strategy(DeepspeedStrategy):
         cpp_extension.FileBaton = CompileLock  # DeepSpeed builds its CPU Adam on first use
         if self.args.ds.attn_implementation == varlen_attention.NAME:
             varlen_attention.register()
+        if self._shares_prompts:
+            shared_prompts.register()
         # Left alone, gloo listens on the address of the host's name, on many hosts a loopback (torch 2.13.0,
         # ProcessGroupGloo::createDefaultDevice), and Megatron has gloo groups over all nodes. NCCL skips loopbacks.
         address = ray.util.get_node_ip_address()
@@ -121,6 +123,21 @@ class Strategy(DeepspeedStrategy):
                 exact.lerp_(getattr(weight, "ds_tensor", weight).data.to(exact), 1 - beta)
                 average.copy_(exact)
                 rounded_off.copy_(exact - average.float())
+
+    @property
+    def _shares_prompts(self) -> bool:
+        """Whether the models on DeepSpeed share prompts."""
+        return self.args.ds.attn_implementation == shared_prompts.NAME
+
+    def prepare(self, *models: Any) -> Any:
+        """Like upstream's, but rows share their prompts, in every model that this process trains or runs."""
+        for given in models if self._shares_prompts else ():
+            model = given[0] if isinstance(given, tuple) else given
+            if model is not None:
+                # Upstream's reward model reads a row's last token, and is made in a function.
+                model = self._unwrap_model(model)
+                shared_prompts.share(model, last_tokens=type(model).__name__ == "RewardModel")
+        return super().prepare(*models)
 
     def _ds_init_train_model(self, model: Any, cfg: dict) -> Any:
         """Like upstream's, but a step whose gradient is not finite is skipped, as with ZeRO 2. In bf16 DeepSpeed does

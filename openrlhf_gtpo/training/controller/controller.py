@@ -222,7 +222,7 @@ class Controller:
 
     def deal(self, experiences: list[Experience]) -> None:
         """Hand the replicas their rows."""
-        if self.args.train.dynamic_batch_enable:
+        if self.args.train.dynamic_batch_enable and not self.args.train.shares_prompts:
             experiences = balance_experiences(experiences, self.args)
         refs = []
         for group in filter(None, (self.models.actor, self.models.critic)):
@@ -326,6 +326,9 @@ class Controller:
         """
         if self.step == 1 and (line := outcomes_line(self.maker.outcome, self.maker.credit)):
             print(line, flush=True)
+        if self.step == 1 and self.args.train.shares_prompts and names.TOKENS_ROWS in metrics:
+            computed, of_rows = metrics[names.TOKENS_COMPUTED], metrics[names.TOKENS_ROWS]
+            print(f"Each prompt once: {computed:,.0f} tokens are trained on for rows of {of_rows:,.0f}.", flush=True)
         before = self.warnings
         self.warnings = step_warnings(metrics, self.maker.outcome, self.args, self.maker.credit)
         for name in self.warnings.keys() - before.keys():

@@ -18,6 +18,7 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 
 from openrlhf_gtpo.report import names
+from openrlhf_gtpo.shared_prompts.balance import Prompt, cut_evenly
 from openrlhf_gtpo.token_values import TokenValues
 from openrlhf_gtpo.training.credit import advantages
 from openrlhf_gtpo.training.credit.entropy_credit import captures_entropy, entropy_credit
@@ -108,18 +109,31 @@ class ExperienceMaker:
     def split(self, rows: Sequence[Row]) -> list[Experience]:
         """Micro-batches for the forward passes, the same number for every replica of the policy: under ZeRO-3 and
         expert parallelism, one with fewer would leave the others waiting. Fewer rows than replicas go one by one (see
-        ``dispatch``), and a micro-batch of one row may get a second if the rows are not a multiple of the replicas."""
+        ``dispatch``), and a micro-batch of one row may get a second if the rows are not a multiple of the replicas.
+        Where prompts are shared, as many tokens are computed at once as in ``--rollout.micro_batch_size`` rows, padded
+        to the longest."""
         samples = [row.experience(self.args.data.max_len) for row in rows]
         for number, sample in enumerate(samples):
             sample.index = [number]
         processes = self.args.actor.num_nodes * self.args.actor.num_gpus_per_node
         replicas = processes // self._duplicates
+        if self.args.train.shares_prompts and len(rows) >= replicas:
+            lengths = [len(row.tokens) for row in rows]
+            prompts = [Prompt.of(torch.from_numpy(row.tokens), torch.from_numpy(row.mask)) for row in rows]
+            most = self.args.rollout.micro_batch_size * max(lengths)
+            if self.args.train.dynamic_batch_enable:
+                most = self.args.rollout.max_tokens_per_gpu or self.args.train.max_tokens_per_gpu
+            runs = cut_evenly(lengths, prompts, most, replicas)
+            return [self._concatenated(samples[run.start : run.stop]) for run in runs]
         if self.args.train.dynamic_batch_enable and len(rows) >= replicas:
             return self._upstream.split_rollout_samples(samples)  # already deals evenly
         needed = -(-len(rows) // self.args.rollout.micro_batch_size)
         per_replica = min(-(-needed // replicas), max(1, len(rows) // replicas))
         parts = np.array_split(np.arange(len(rows)), min(len(rows), per_replica * replicas))
-        return [Experience.concat_experiences([samples[row] for row in part], self._pad_token_id) for part in parts]
+        return [self._concatenated([samples[row] for row in part]) for part in parts]
+
+    def _concatenated(self, samples: list[Experience]) -> Experience:
+        return Experience.concat_experiences(samples, self._pad_token_id)
 
     @property
     def _duplicates(self) -> int:

@@ -26,6 +26,7 @@ DERIVED: Values = {
     "rollout.forward_for": None,  # why the actor's forward must give the entropies, as a clause
     "actor.lora": None,  # the adapters that are trained in the place of all weights: ``LoraOptions``
     "ref.is_actor": False,  # whether the reference is the actor with its adapters off, and no model of its own
+    "train.shares_prompts": False,  # whether a group's prompt is computed once; ``checks.shared_prompts`` decides
     "rollout.replays_routes": False,  # whether rows bring the experts of their tokens, for the policy's routers
     "vllm.others": (),  # engines besides the policy's: ``host.EngineGroup``, several or none
 }

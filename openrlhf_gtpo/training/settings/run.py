@@ -112,6 +112,14 @@ RUN = Group(
             f"log policy entropies with the other estimators too ({_ESTIMATORS} always do)",
         ),
         Setting(
+            "train.shared_prompts",
+            "on",
+            "compute a group's prompt once for all of its responses, in log-probs and in training, where model and "
+            "settings allow it (the run says so at its start); off: with each response",
+            choices=("on", "off"),
+            page="performance.md#a-prompt-is-computed-once",
+        ),
+        Setting(
             "train.max_staleness",
             1,
             "with weights in flight, steps that a token may be older than the policy that trains on it; a group with "

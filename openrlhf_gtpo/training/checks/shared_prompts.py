@@ -1,0 +1,75 @@
+"""Whether a run computes a group's prompt once (``--train.shared_prompts``): where it would be the same, and known."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from openrlhf_gtpo import platform
+from openrlhf_gtpo.training.checks.model import Model
+
+# Attentions that OpenRLHF's flag chooses by default, or that stand in for them; another was asked for on purpose.
+_REPLACED = ("flash_attention_2", "sdpa", "varlen")
+# Of Transformers' families those whose decoder hands its attention whatever it is given.
+FAMILIES = frozenset(
+    {"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "olmo2", "olmo3", "smollm3"}
+)
+_NAME = "shared_prompts"  # of the attention on DeepSpeed (actors/shared_prompts.py)
+
+
+def decide(args: SimpleNamespace, models: Sequence[Model]) -> None:
+    """Settle ``train.shares_prompts``, and on DeepSpeed the attention of all models; say which it is.
+
+    Args:
+        models: that run on DeepSpeed, or the policy on Megatron.
+    """
+    why = next(_hindrances(args, models), None)
+    args.train.shares_prompts = why is None
+    if why is None:
+        print("A group's prompt is computed once for its responses (--train.shared_prompts).", file=sys.stderr)
+    elif args.train.shared_prompts == "on":
+        print(f"A group's prompt is computed with each response: {why}.", file=sys.stderr)
+    if why is None and args.actor.backend == "deepspeed":
+        args.ds.attn_implementation, args.ds.packing_samples = _NAME, True
+
+
+def _hindrances(args: SimpleNamespace, models: Sequence[Model]) -> Iterator[str]:
+    """Why each response has its own prompt."""
+    if args.train.shared_prompts == "off":
+        yield "--train.shared_prompts off"
+    if args.actor.backend == "megatron":
+        if args.megatron.context_parallel_size > 1:
+            yield "--megatron.context_parallel_size cuts rows into chunks"
+    else:
+        yield from _on_deepspeed(args)
+    if args.ds.lora.rank and args.ds.lora.dropout:
+        yield "--ds.lora.dropout drops other entries in each row"
+    for model in models:
+        yield from _of_model(model.config, str(model))
+
+
+def _on_deepspeed(args: SimpleNamespace) -> Iterator[str]:
+    ds = args.ds
+    if ds.attn_implementation not in _REPLACED:
+        yield f"--ds.attn_implementation {ds.attn_implementation}"
+    if ds.ring_attn_size > 1:
+        yield "--ds.ring_attn_size cuts rows into chunks"
+    if ds.tensor_parallel_size > 1:
+        yield "DeepSpeed's tensor parallelism replaces layers"
+    if ds.use_liger_kernel:
+        yield "Liger's kernels replace layers"
+    if args.actor.aux_loss_coef > 0:
+        yield "the balancing loss of --actor.aux_loss_coef counts a row's tokens"
+    if platform.chosen_platform() == "cuda" and ds.param_dtype not in ("bf16", "fp16"):
+        yield f"--ds.param_dtype {ds.param_dtype} has no FlashAttention"
+
+
+def _of_model(config: Any, name: str) -> Iterator[str]:
+    if config.model_type not in FAMILIES:
+        yield f"{name} is of the family {config.model_type}, of which it is not known that this is the same"
+    kinds = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if kinds - {"full_attention"} or (not kinds and window is not None):
+        yield f"{name} has layers that see a window of tokens"
+    if getattr(config, "attention_dropout", 0):
+        yield f"{name} has dropout in its attention"
