@@ -25,9 +25,12 @@ SIDE_FILE_PATTERNS = (
     "*.tiktoken",
     "sentencepiece*",
     "spiece.model",
+    "tekken.json",
     "chat_template*",
     "prompts.json",  # of a model that this package has trained (training/settings/prompts.py)
     "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
 )
 
 

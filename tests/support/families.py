@@ -1,5 +1,6 @@
 """Tiny Hugging Face checkpoints with random weights, one for each supported family, and batches for them."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -47,3 +48,17 @@ def ragged_rows(vocab_size: int, lengths: list[int], seed: int = 0) -> list[list
     """Rows of random tokens."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+def side_files(folder: Path) -> dict[str, bytes]:
+    """A model's files besides its weights and ``prompts.json``."""
+    weights = ("*.safetensors", "model.safetensors.index.json", "prompts.json")
+    paths = [path for path in folder.iterdir() if path.is_file() and not any(path.match(name) for name in weights)]
+    return {path.name: path.read_bytes() for path in paths}
+
+
+def exported_files(source: Path, dtype: str) -> dict[str, bytes]:
+    """What :func:`side_files` of a model trained from ``source`` are, with weights of another ``dtype``."""
+    config = json.loads((source / "config.json").read_text())
+    config["dtype" if "dtype" in config else "torch_dtype"] = dtype
+    return side_files(source) | {"config.json": f"{json.dumps(config, indent=2)}\n".encode()}

@@ -1,5 +1,6 @@
 """Lets these tests import OpenRLHF on a host without CUDA. Owns the fixtures that the tests of refusals share."""
 
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ platform.activate()
 
 @pytest.fixture(scope="session")
 def actor_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny model with a tokenizer, which upstream's actors need."""
+    """A tiny model with a tokenizer, which upstream's actors need, spelled as by Transformers 4."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -24,6 +25,11 @@ def actor_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = make_checkpoint(tmp_path_factory.mktemp("model"), "llama", 64)
     words = Tokenizer(models.WordLevel({str(i): i for i in range(64)}, unk_token="0"))
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1").save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"rope_theta": config.pop("rope_parameters")["rope_theta"], "torch_dtype": config.pop("dtype")}
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "0", "eos_token": "1"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     return str(folder)
 
 

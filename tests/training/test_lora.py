@@ -13,6 +13,7 @@ from openrlhf_gtpo.lora.folder import ADAPTER
 from openrlhf_gtpo.lora.merge import merge
 from openrlhf_gtpo.training.actors import adapters
 from tests.support.actor_program import padded_batch
+from tests.support.families import exported_files, side_files
 from tests.support.lora_program import run_steps, written
 from tests.support.rank_pool import RankPool
 
@@ -109,6 +110,7 @@ def test_peft_reads_the_adapter_folder(trained: Any, actor_model: str) -> None:
     from transformers import AutoModelForCausalLM
 
     folder = trained("ZeRO 2")[1] / "model"
+    assert side_files(folder) == exported_files(Path(actor_model), "bfloat16")
     base = AutoModelForCausalLM.from_pretrained(actor_model, dtype=torch.bfloat16).float()
     untrained = {name: tensor.clone() for name, tensor in base.state_dict().items()}
     merged = PeftModel.from_pretrained(base, str(folder / ADAPTER)).merge_and_unload().state_dict()

@@ -16,6 +16,7 @@ from openrlhf_gtpo.megatron.parallel import groups
 from openrlhf_gtpo.training.actors import megatron_actor
 from openrlhf_gtpo.training.settings.prompts import kept_prompts
 from tests.support.actor_program import run_actor, start_actor
+from tests.support.families import exported_files, side_files
 from tests.support.lora_program import run_steps, written
 from tests.support.offload_program import run_policy, run_reference
 from tests.support.rank_pool import RankPool
@@ -61,7 +62,9 @@ def test_training_is_that_of_upstreams_actor(
     found = pools[1].run(run_actor, "megatron", actor_model, [*argv, *layout], str(outputs[1]))
     theirs_saved, ours_saved = (AutoModelForCausalLM.from_pretrained(output).state_dict() for output in outputs)
     assert theirs_saved.keys() == ours_saved.keys()
-    for output in outputs:  # whoever may read the configuration may read the weights
+    for output in outputs:
+        assert side_files(output) == exported_files(Path(actor_model), "bfloat16")
+        # Whoever may read the configuration may read the weights.
         assert kept_prompts(output)["rollout.temperature"] == 0.9  # how the run made its prompts
         assert (output / "model.safetensors").stat().st_mode == (output / "config.json").stat().st_mode
     for rank in found:
@@ -114,6 +117,7 @@ def test_the_reference_is_the_policy_without_its_adapters(
     argv += ["--ds.lora.rank", "4", "--ds.lora.alpha", "8", "--ds.lora.target_modules", "all-linear"]
     found = pools[1].run(run_steps, "megatron", actor_model, argv, 2, str(tmp_path / "saved"), str(tmp_path / "model"))
     exported = written(tmp_path / "model")
+    assert side_files(tmp_path / "model") == exported_files(Path(actor_model), "bfloat16")
     for rank in found:
         assert all(log_probs == rank["base"] for log_probs in rank["reference"])
         assert rank["trained"] != rank["base"]

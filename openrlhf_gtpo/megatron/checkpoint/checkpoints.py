@@ -29,11 +29,11 @@ from openrlhf_gtpo.checkpoints.folder import (
     CheckpointWriteError,
     check_checkpoint,
 )
+from openrlhf_gtpo.checkpoints.hf_folder import copy_side_files
 from openrlhf_gtpo.checkpoints.together import agree, choose, publish, put_in_order, verify
 from openrlhf_gtpo.lora import LoraOptions
 from openrlhf_gtpo.lora.folder import refusal
 from openrlhf_gtpo.megatron.checkpoint import state as checkpoint_state
-from openrlhf_gtpo.megatron.checkpoint.export import copy_side_files
 from openrlhf_gtpo.megatron.checkpoint.state import dtype_name, model_and_trainer
 from openrlhf_gtpo.megatron.checkpoint.writer import RankWrite, ThreadStrategy
 from openrlhf_gtpo.megatron.model.policy import LoadedModel

@@ -128,11 +128,9 @@ def check_same(path: Path, own: dict[str, Any] | None) -> None:
         raise CheckpointError(f"{path} {found}")
 
 
-def save(
-    model: Any, gather: Gather, folder: Path, options: LoraOptions, source: str, tokenizer: Any, is_first: bool
-) -> None:
-    """Write the policy with its adapters merged into ``folder``, as its engines have it, and the adapters beside it in
-    ``adapter/``. Collective; the rank that ``is_first`` writes.
+def save(model: Any, gather: Gather, folder: Path, options: LoraOptions, source: str, is_first: bool) -> None:
+    """Write the weights of the policy with its adapters merged into ``folder``, as its engines have it, and the
+    adapters beside them in ``adapter/``. Collective; the rank that ``is_first`` writes.
 
     Raises:
         OSError: it cannot be written.
@@ -147,8 +145,5 @@ def save(
                 a, b = (parameter.data.to("cpu", copy=True) for parameter in part.adapter[:2])
                 adapters[part.name.removesuffix(".weight")] = a, b
     if is_first:
-        base = model.get_base_model()
-        base.save_pretrained(folder, state_dict=whole)
-        base.config.to_json_file(folder / "config.json")
-        tokenizer.save_pretrained(folder)
+        model.get_base_model().save_pretrained(folder, state_dict=whole)
         write_adapter(folder / ADAPTER, adapters, options, source)

@@ -14,7 +14,6 @@ import ray
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ray.launcher import BaseModelActor
-from openrlhf.utils import get_tokenizer
 from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
 from transformers import get_scheduler
 
@@ -97,7 +96,6 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
         """Load ``pretrain``, or the newest checkpoint if ``--ckpt.load_enable`` finds one, and join the engines."""
         args = strategy.args
         self._load(strategy, pretrain)
-        self.tokenizer = get_tokenizer(pretrain, None, "left", strategy, use_fast=not args.data.disable_fast_tokenizer)
         self.megatron = Trainer(self.model, _optimizer_options(args), _schedule(args, max_steps or 1))
         self.offload = Offload(self.megatron)
         if args.megatron.offload:
@@ -209,7 +207,6 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
 
     def _save_hf(self, directory: str) -> None:
         save_hf(self.megatron, self.source, directory)
-        from_first_rank(lambda: self.tokenizer.save_pretrained(directory), CheckpointWriteError)
         from_first_rank(lambda: keep_prompts(Path(directory), self.strategy.args), CheckpointWriteError)
         torch_dist_barrier_and_cuda_sync()
 

@@ -3,6 +3,7 @@ checkpoints are written whole or not at all, and read only as they were written.
 
 import copyreg
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -29,6 +30,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.tensor_fragment import fragment_address
+from openrlhf.models import Actor
 from openrlhf.utils.deepspeed import DeepspeedStrategy
 from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
 from peft import PeftModel
@@ -39,6 +41,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
 from openrlhf_gtpo.checkpoints import folder as checkpoint_folder
+from openrlhf_gtpo.checkpoints import hf_folder
 from openrlhf_gtpo.checkpoints.files import CheckpointError, Entry, HashedFile
 from openrlhf_gtpo.checkpoints.folder import CheckpointWriteError
 from openrlhf_gtpo.checkpoints.together import agree, choose, publish, put_in_order
@@ -51,7 +54,6 @@ from openrlhf_gtpo.platform.agreement import (
     raise_together,
 )
 from openrlhf_gtpo.platform.compile_lock import CompileLock
-from openrlhf_gtpo.platform.files import share_weights
 from openrlhf_gtpo.platform.random_state import apply_random_state, random_state
 from openrlhf_gtpo.training.actors import adapters, shared_prompts
 from openrlhf_gtpo.training.checks.prompts import Prompts, blending_datasets
@@ -291,27 +293,39 @@ class Strategy(DeepspeedStrategy):
         return [folder, *(other for other in checkpoint_folders(self.args) if other.name != folder.name)]
 
     def save_model(self, model: Any, tokenizer: Any, output_dir: str, **kwargs: Any) -> None:
-        """Like upstream's, but if the first rank, which does the writing, fails, all ranks fail and none waits for it.
+        """Like upstream's, but only weights are written anew, in a folder that then becomes ``output_dir`` (see
+        ``hf_folder``); and if the first rank, which does the writing, fails, all ranks fail and none waits for it.
 
         Raises:
             CheckpointWriteError: the model could not be written.
         """
-        from_first_rank(partial(os.makedirs, output_dir, exist_ok=True), CheckpointWriteError)
-        failure, args, module = None, self.args, self._unwrap_model(model)
+        args, module, directory = self.args, self._unwrap_model(model), Path(output_dir)
+        source = module.config.name_or_path  # the folder or name that it was loaded from
+        # OpenRLHF's value network is no causal language model, whatever the configuration of its source says.
+        changed = {} if isinstance(model, Actor) else {"architectures": [type(module).__name__]}
+        temporary = from_first_rank(partial(hf_folder.begin, directory), CheckpointWriteError)
         try:
+            failure = None
             if self._lora is None:
-                super().save_model(model, tokenizer, output_dir, **kwargs)
+                super().save_model(model, tokenizer, str(temporary), **kwargs)
             else:
                 gather = partial(gathered, args, module)
-                source, first = args.actor.model_name_or_path, self.is_rank_0()
-                adapters.save(module, gather, Path(output_dir), args.actor.lora, source, tokenizer, first)
+                adapters.save(module, gather, temporary, args.actor.lora, source, self.is_rank_0())
                 torch_dist_barrier_and_cuda_sync()
         except (OSError, SafetensorError) as error:
             failure = message_of(error)
             torch_dist_barrier_and_cuda_sync()  # upstream's last line, which the other ranks have reached
+
+        def finish() -> None:
+            dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
+            hf_folder.publish(temporary, directory, source, dtype=dtype, **changed)
+            keep_prompts(directory, args)
+
+        if self.is_rank_0():
+            failure = failure or failure_of(finish)
+            if failure is not None:
+                shutil.rmtree(temporary, ignore_errors=True)
         raise_together(failure, CheckpointWriteError)
-        from_first_rank(partial(keep_prompts, Path(output_dir), self.args), CheckpointWriteError)
-        from_first_rank(lambda: share_weights(Path(output_dir)), CheckpointWriteError)
 
 
 class CpuStrategy(Strategy):
