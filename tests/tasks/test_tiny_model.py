@@ -1,3 +1,4 @@
+import json
 import random
 
 import pytest
@@ -18,6 +19,9 @@ def test_shape_fits_vllms_cpu_attention_and_tensor_parallelism(tiny_model):
     assert (config.num_hidden_layers, config.hidden_size, config.head_dim) == (2, 128, 32)
     assert (config.num_attention_heads, config.num_key_value_heads) == (4, 2)
     assert config.architectures == ["LlamaForCausalLM"]
+    assert json.loads((tiny_model / "config.json").read_text())["rope_theta"] == 10000  # where Transformers 4 looks
+    tokenizer = json.loads((tiny_model / "tokenizer_config.json").read_text())
+    assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
 def test_tokenizer_has_a_template_and_its_tokens(tiny_model):
@@ -57,6 +61,7 @@ def test_a_mixture_has_experts_that_megatron_can_share(tmp_path, monkeypatch):
     folder = maker.make_tiny_model(tmp_path / "moe", mixture=True)
     config = transformers.AutoConfig.from_pretrained(folder)
     assert (config.num_hidden_layers, config.num_experts, config.num_experts_per_tok) == (4, 8, 2)
+    assert json.loads((folder / "config.json").read_text())["num_experts"] == 8  # where Transformers 4 looks
     check_layout(config, Layout(tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2), 4)
     with pytest.raises(ValueError, match="was made from other settings"):
         maker.make_tiny_model(folder)
