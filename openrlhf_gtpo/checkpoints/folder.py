@@ -10,9 +10,10 @@ first rank's.
 import json
 import re
 import shutil
+import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -253,6 +254,33 @@ def begin(target: Path, *, whole_folder: bool) -> Path:
     temporary = _unfinished(target)
     temporary.mkdir()
     return temporary
+
+
+def missing_operation(parent: Path) -> str | None:
+    """The first operation of a checkpoint that the existing folder ``parent`` refuses, as on many object stores and
+    some network disks, with the reason: "rename a folder (Operation not supported)". None if it refuses none.
+
+    Raises:
+        OSError: not even a folder can be made in it.
+    """
+    place = Path(tempfile.mkdtemp(prefix=".try-", dir=parent))
+    before, after = place / "before", place / "after"
+    operations: dict[str, Callable[[], Any]] = {
+        "make a folder": before.mkdir,
+        "write and sync a file": lambda: write_text(before / LATEST, ""),
+        "rename a folder": lambda: before.rename(after),
+        "sync a folder": lambda: sync(place),
+        "replace a file": lambda: set_latest(after, ""),
+    }
+    try:
+        for name, attempt in operations.items():
+            try:
+                attempt()
+            except OSError as error:
+                return f"{name} ({error.strerror})"
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    return None
 
 
 def write_manifest(folder: Path, contents: dict[str, Any], known: dict[str, Entry] | None = None) -> None:

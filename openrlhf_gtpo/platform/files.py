@@ -1,5 +1,6 @@
 """Files on this host: the folder of a Hugging Face model, downloads from the Hub, output files, and room on disks."""
 
+import errno
 import json
 import os
 import shutil
@@ -164,6 +165,11 @@ def existing_parent(path: str | Path) -> Path:
     while not os.path.exists(folder):  # not Path.exists, which raises if a folder may not be entered
         folder = folder.parent
     return folder
+
+
+def is_full(error: BaseException | str) -> bool:
+    """True if the text of an error, which may come from another process, says that a disk or a quota is full."""
+    return any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT))
 
 
 def gigabytes(count: int) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from openrlhf_gtpo.errors import Restartable, TrainingStopped, last_error
 from openrlhf_gtpo.platform.agreement import all_gather_objects
+from openrlhf_gtpo.platform.files import is_full
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.training.credit.info import info_rows, off_policy_rows
 from openrlhf_gtpo.training.credit.loss import (
@@ -215,7 +216,8 @@ class ActorTrainer(ActorPPOTrainer):
 
 
 def keep_trying(write: Callable[[str], Any], directory: str) -> None:
-    """Call ``write(directory)`` until it succeeds, so that a full disk does not cost what was trained.
+    """Call ``write(directory)`` until it succeeds, so that a full disk, or a server that is away, does not cost what
+    was trained.
 
     Ranks that write together fail together, and retry the same number of times.
 
@@ -227,11 +229,11 @@ def keep_trying(write: Callable[[str], Any], directory: str) -> None:
             write(directory)
             return
         except OSError as error:
-            failure = f"{directory} could not be written: {error}"
+            room = " Make room for it." if is_full(error) else ""
+            failure = f"{directory} could not be written: {str(error).rstrip('.')}.{room}"
         if left:
-            print(f"Warning: {failure} Make room for it; trying again every {_WAIT} s, {left} more times.", flush=True)
+            print(f"Warning: {failure} It is tried again every {_WAIT} s, {left} more times.", flush=True)
             time.sleep(_WAIT)
     raise TrainingStopped(
-        f"{failure} Make room for it and start the same command with --ckpt.load_enable, which goes on from the last "
-        "checkpoint of --ckpt.path."
+        f"{failure} The same command with --ckpt.load_enable goes on from the last checkpoint of --ckpt.path."
     )

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
+from openrlhf_gtpo.checkpoints.folder import missing_operation
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.platform.files import existing_parent, free_bytes, gigabytes
 from openrlhf_gtpo.training.checks.model import Model
@@ -22,8 +23,8 @@ def writes_checkpoints(args: SimpleNamespace) -> bool:
 
 
 def check_room(args: SimpleNamespace, model: Model) -> None:
-    """Refuse result folders that cannot be written to, and a disk without room for the trained model or for even one
-    checkpoint, if the model's size and the free space are known.
+    """Refuse result folders that cannot be written to, a disk on which no checkpoint can be written, and one without
+    room for the trained model or for even one checkpoint, if the model's size and the free space are known.
 
     Disk quotas are not checked. A disk with room for one checkpoint but not for ``--ckpt.max_num`` of them passes.
 
@@ -36,6 +37,11 @@ def check_room(args: SimpleNamespace, model: Model) -> None:
         there = existing_parent(Path(path, "_actor") if flag == "--ckpt.path" else path)
         if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
             raise UsageError(f"{flag} {path} cannot be written, because of {there}; give another path.")
+    if writes_checkpoints(args) and (missing := missing_operation(existing_parent(args.ckpt.path))):
+        raise UsageError(
+            f"--ckpt.path {args.ckpt.path} is on a disk that cannot {missing}, as a checkpoint needs; give a path on "
+            "another one."
+        )
     parameters = model.parameters
     if parameters is None:
         return

@@ -15,7 +15,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from openrlhf_gtpo.checkpoints.files import CheckpointError
 from openrlhf_gtpo.checkpoints.folder import CheckpointWriteError
 from openrlhf_gtpo.errors import Restartable, StoppedOnRequest, TrainingStopped, UsageError, last_error, one_line
-from openrlhf_gtpo.platform.files import free_bytes, gigabytes
+from openrlhf_gtpo.platform.files import free_bytes, gigabytes, is_full
 
 E = TypeVar("E", bound=BaseException)
 
@@ -194,7 +194,7 @@ def raise_if_lost(error: BaseException) -> None:
 
 @contextmanager
 def write_errors(ckpt: SimpleNamespace) -> Iterator[None]:
-    """Say what keeps an actor from writing a checkpoint, and how much free space its disk has.
+    """Say what keeps an actor from writing a checkpoint, and how much free space its disk has if that is why.
 
     Args:
         ckpt: the run's ``--ckpt.*``.
@@ -208,6 +208,6 @@ def write_errors(ckpt: SimpleNamespace) -> Iterator[None]:
         known = cause_of(error, CheckpointWriteError)
         if known is None:
             raise
-        free = free_bytes(ckpt.path)
+        free = free_bytes(ckpt.path) if is_full(known) else None
         room = "" if free is None else f" The disk of --ckpt.path has {gigabytes(free)} free."
         raise CheckpointWriteError(f"{known}{room}") from error

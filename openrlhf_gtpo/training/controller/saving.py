@@ -10,6 +10,7 @@ from typing import Any
 import ray
 
 from openrlhf_gtpo.checkpoints.folder import CheckpointWriteError
+from openrlhf_gtpo.platform.files import is_full
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.training.actors.actor_trainer import keep_trying
 from openrlhf_gtpo.training.controller.failures import write_errors
@@ -116,6 +117,7 @@ class Saver:
                 save()
         except CheckpointWriteError as error:
             self.failures.append(str(error))
-            print(f"Warning: {error} Make room; training goes on, and the next save will try again.", flush=True)
+            room = "Make room; training" if is_full(error) else "Training"
+            print(f"Warning: {error} {room} goes on, and the next save will try again.", flush=True)
             return False
         return True

@@ -1,7 +1,10 @@
 """A cluster or a disk on which a run would hang or die is refused, and a failure says what to do."""
 
+import errno
 import json
+import os
 import re
+import stat
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -232,6 +235,35 @@ def saving(model: Path | str, path: Path, **ckpt: Any) -> SimpleNamespace:
         eval=SimpleNamespace(dataset=None, steps=-1),
         logger=SimpleNamespace(tensorboard_dir=None),
     )
+
+
+@pytest.mark.parametrize(
+    ("function", "named"),
+    [
+        ("rename", r"rename a folder \(Operation not supported\)"),
+        ("replace", r"replace a file \(Operation not supported\)"),
+        ("fsync", r"sync a folder \(Operation not supported\)"),
+    ],
+)
+def test_a_disk_that_cannot_do_what_a_checkpoint_needs_is_refused_before_the_start(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, named: str
+) -> None:
+    """As object stores and some network disks cannot; a run without checkpoints needs none of it."""
+
+    def refuse(path: Any, *rest: Any) -> None:
+        if function == "fsync" and not stat.S_ISDIR(os.fstat(path).st_mode):
+            return
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported", str(path))
+
+    def check(**ckpt: Any) -> None:
+        check_room(saving(model, tmp_path / "not" / "yet", **ckpt), Model(str(model), "--actor.model_name_or_path"))
+
+    check()
+    monkeypatch.setattr(os, function, refuse)
+    check(disable_ds=True)
+    with pytest.raises(UsageError, match=f"--ckpt.path .* is on a disk that cannot {named}, as a checkpoint needs"):
+        check()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_disk_on_which_no_checkpoint_fits_is_refused(model, tmp_path, monkeypatch) -> None:

@@ -1,6 +1,7 @@
 """When checkpoints are saved, and what a full disk costs: a checkpoint, and not the run."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import ray
 from openrlhf_gtpo.checkpoints.folder import CheckpointWriteError
 from openrlhf_gtpo.errors import StoppedOnRequest, TrainingStopped
 from openrlhf_gtpo.report.metrics import read_runs
+from openrlhf_gtpo.training.actors.actor_trainer import keep_trying
 from openrlhf_gtpo.training.controller import stop
 from openrlhf_gtpo.training.controller.saving import Saver
 from openrlhf_gtpo.training.credit.experiences import Models
 from tests.support.controllers import Group, controller, run_arguments
 
+FULL, OTHER = "[Errno 28] No space left on device", "[Errno 95] Operation not supported"
 MEGATRON = ("--actor.backend", "megatron")
 
 
@@ -22,22 +25,22 @@ def save(tag: str) -> tuple[str, str]:
     return "save_checkpoint", tag
 
 
-def cannot_be_written(tag: str | None) -> Exception:
-    cause = CheckpointWriteError(f"The checkpoint {tag} could not be written: [Errno 28] No space.")
+def cannot_be_written(tag: str | None, why: str = FULL) -> Exception:
+    cause = CheckpointWriteError(f"The checkpoint {tag} could not be written: {why}.")
     return ray.exceptions.RayTaskError("save_checkpoint", "traceback", cause).as_instanceof_cause()
 
 
 class FullDisk(Group):
     """Actors whose next ``failures`` saves find no room."""
 
-    def __init__(self, failures: int) -> None:
+    def __init__(self, failures: int, why: str = FULL) -> None:
         super().__init__()
-        self.failures = failures
+        self.failures, self.why = failures, why
 
     def save_checkpoint(self, **given: Any) -> None:
         if self.failures:
             self.failures -= 1
-            raise cannot_be_written(given["tag"])
+            raise cannot_be_written(given["tag"], self.why)
         super().save_checkpoint(**given)
 
 
@@ -77,15 +80,36 @@ def test_a_run_saves_as_often_as_it_is_told(monkeypatch: pytest.MonkeyPatch, tmp
     assert len(never.trained) == 5 and not never.saves()
 
 
+@pytest.mark.parametrize(
+    ("why", "advice"), [(FULL, r"The disk of .* free\. Make room; training"), (OTHER, "Training")]
+)
 def test_training_goes_on_without_a_checkpoint_and_tries_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    why: str, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    actors = FullDisk(1)
+    actors = FullDisk(1, why)
     controller(monkeypatch, run_arguments(tmp_path, "--ckpt.save_steps", "2"), actors, prompts=20).fit()
     assert actors.saves() == [save("global_step2"), save("global_step4")] and list(actors.saved) == ["global_step4"]
-    assert "global_step2 could not be written: [Errno 28] No space. The disk of" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert re.search(rf"global_step2 could not be written: {re.escape(why)}\. {advice} goes on", said)
     warned = [row["step"] for row in read_runs(tmp_path)[-1] if "global_step2" in row.get("warning/checkpoint", "")]
     assert warned == [3]
+
+
+@pytest.mark.parametrize(("why", "advice"), [(FULL, " Make room for it."), (OTHER, "")])
+def test_the_trained_model_is_tried_again_and_the_advice_fits(
+    why: str, advice: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(folder: str) -> None:
+        raise CheckpointWriteError(f"{why}.")
+
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    with pytest.raises(TrainingStopped) as stopped:
+        keep_trying(write, "model")
+    failure = f"model could not be written: {why}.{advice}"
+    again = " The same command with --ckpt.load_enable goes on from the last checkpoint of --ckpt.path."
+    assert str(stopped.value) == failure + again
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 59 and said[-1] == f"Warning: {failure} It is tried again every 30 s, 1 more times."
 
 
 def test_a_best_checkpoint_that_is_not_saved_is_not_the_best(tmp_path: Path) -> None:
