@@ -50,6 +50,9 @@ def detect() -> str:
 def choose() -> None:
     """Choose the platform as ``detect`` does, and prepare this process and those it starts; a driver's first step."""
     os.environ[PLATFORM_VARIABLE] = detect()
+    # Below `uv run`, Ray would start its workers with uv in a copy of the working folder, in which all that they write
+    # would be lost (ray 2.55.0, _private/runtime_env/uv_runtime_env_hook.py). It reads this when it is imported.
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     activate()
 
 

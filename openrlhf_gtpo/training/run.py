@@ -23,6 +23,7 @@ from openrlhf_gtpo.training.feature import Feature
 from openrlhf_gtpo.training.features import FEATURES
 from openrlhf_gtpo.training.settings import upstream_parser
 from openrlhf_gtpo.training.settings.guard import check_openrlhf, why_no_scheduler
+from openrlhf_gtpo.training.settings.values import settle_paths
 
 
 def features_of(args: SimpleNamespace) -> list[Feature]:
@@ -56,6 +57,7 @@ def parse(argv: Sequence[str]) -> SimpleNamespace:
     check_openrlhf()
     platform.choose()
     args = upstream_parser.parse(argv)
+    settle_paths(args)
     for kind in FEATURES:
         kind(args).settle()
     if platform.chosen_platform() == "cpu":

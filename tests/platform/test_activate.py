@@ -3,10 +3,13 @@
 Each test looks at its own process.
 """
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.support import ROOT
 
 Fresh = Callable[..., str]  # see conftest.py
 
@@ -83,3 +86,24 @@ assert sys.modules["flash_attn"] is real
 assert "openrlhf_gtpo.platform.flash_attn_stand_in" not in sys.modules
 """
     fresh(program, OPENRLHF_GTPO_PLATFORM=chosen)
+
+
+def test_below_uv_run_workers_start_as_without_it(fresh: Fresh, tmp_path: Path) -> None:
+    """In the same folder, with the same Python; unless the user asks Ray for its copy."""
+    program = """
+import sys
+from openrlhf_gtpo import platform
+platform.choose()
+from ray._private import worker
+print(worker._maybe_modify_runtime_env({"env_vars": {}}, False).get("working_dir"))
+"""
+    (tmp_path / "program.py").write_text(program)
+    (tmp_path / "run").write_text(f"{sys.executable} {tmp_path}/program.py 2>{tmp_path}/log; exit $?\n")
+    below_uv = f"""
+import subprocess
+ended = subprocess.run(["uv", "run"], executable="/bin/sh", cwd={str(tmp_path)!r}, capture_output=True, text=True)
+print(ended.stdout.strip())
+"""
+    environment = {"PYTHONPATH": str(ROOT), **CPU}
+    assert fresh(below_uv, **environment) == "None"
+    assert fresh(below_uv, RAY_ENABLE_UV_RUN_RUNTIME_ENV="1", **environment) == str(tmp_path)

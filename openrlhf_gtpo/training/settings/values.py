@@ -1,9 +1,14 @@
-"""Values of OpenRLHF's flags with which a run would do something else than asked, or fail only after minutes.
+"""Values of OpenRLHF's flags with which a run would do something else than asked, or fail only after minutes; and
+what relative paths mean.
 
 Most of OpenRLHF's flags are not here: whatever reads them refuses a bad value within a minute, and says so.
 """
 
+import os
 from collections.abc import Mapping
+from operator import attrgetter
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from openrlhf_gtpo.errors import UsageError
@@ -27,6 +32,60 @@ _RANGES: tuple[tuple[Bounds, tuple[str, ...]], ...] = (
     (Bounds(at_least=0, or_infinite=True), ("actor.eps_clip", "actor.eps_clip_low_high")),
     (Bounds(at_least=0), ("algo.kl.init_coef",)),
 )
+
+
+# Besides settings of this package whose value is a FILE (written) or DIR (read), and models.
+_WRITTEN = ("ckpt.output_dir", "ckpt.path", "logger.tensorboard_dir")
+_READ = (
+    *("data.prompt_dataset", "eval.dataset", "reward.remote_url", "train.agent_func_path"),
+    *("actor.model_name_or_path", "critic.model_name_or_path", "reward.model_name_or_path"),
+)
+
+
+def settle_paths(args: SimpleNamespace) -> None:
+    """Make relative paths absolute, of the folder in which the command was given: a process of Ray's may be in
+    another, such as that of ``ray start``. What is read is only a path if it exists: names of the Hub and servers are
+    none.
+
+    Args:
+        args: the run's arguments.
+
+    Raises:
+        UsageError: what the run writes would be in Ray's copy of a job's working folder, which Ray removes.
+    """
+    own = {setting.flag: setting.metavar for setting in flags.all_settings()}
+    written = [*_WRITTEN, *(flag for flag in own if own[flag] == "FILE")]
+    for flag in (*written, *(flag for flag in own if own[flag] == "DIR")):
+        section, name = _place(args, flag)
+        if value := getattr(section, name):
+            setattr(section, name, path := str(Path(value).absolute()))
+            # ray 2.55.0, _private/runtime_env/working_dir.py
+            if flag in written and "working_dir_files" in Path(path).parts:
+                raise UsageError(
+                    f"--{flag} is in the copy that Ray has made of the job's working folder, and removes: {path}; "
+                    "give an absolute path to a folder that stays."
+                )
+    for flag in (*_READ, *(flag for flag in own if flag.endswith(".model_name_or_path"))):
+        section, name = _place(args, flag)
+        value = getattr(section, name)
+        if isinstance(value, list):
+            setattr(section, name, list(map(_settled, value)))
+        elif value:
+            setattr(section, name, ",".join(map(_settled, value.split(","))))
+    args.vllm.others = tuple(
+        group._replace(model_name_or_path=_settled(group.model_name_or_path)) for group in args.vllm.others
+    )
+
+
+def _place(args: SimpleNamespace, flag: str) -> tuple[SimpleNamespace, str]:
+    section, _, name = flag.rpartition(".")
+    return attrgetter(section)(args), name
+
+
+def _settled(name: str) -> str:
+    """One of several names; a data set's may have ``@`` and a folder within it."""
+    path, at, folder = name.strip().partition("@")
+    return f"{Path(path).absolute()}{at}{folder}" if path and os.path.exists(path) else name
 
 
 def check_values(values: dict[str, Any]) -> None:

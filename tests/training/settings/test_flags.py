@@ -449,6 +449,46 @@ def listed() -> str:
     )
 
 
+def test_relative_paths_are_of_the_folder_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is written, and whatever is there to be read; names of the Hub and servers are left alone."""
+
+    def settled(*argv: str) -> dict[str, Any]:
+        args = upstream_parser.parse([*GROUP, *argv])
+        values.settle_paths(args)
+        return command_lines.flatten(args)
+
+    for name in ("model", "rows.jsonl", "reward.py", "data"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    argv = ["--ckpt.output_dir", "out/model", "--logger.metrics_path", "m.jsonl", "--logger.tensorboard_dir", "/tb"]
+    argv += [
+        "--actor.model_name_or_path",
+        "model",
+        "--algo.guide.model_name_or_path",
+        "model",
+        "--eval.dataset",
+        "x/y",
+    ]
+    argv += ["--data.prompt_dataset", "rows.jsonl,org/name,data@train", "--reward.remote_url", "reward.py"]
+    argv += ["--algo.guide.fraction", "0.5"]
+    found = settled(*argv)
+    here = str(tmp_path)
+    assert (found["ckpt.output_dir"], found["logger.metrics_path"]) == (f"{here}/out/model", f"{here}/m.jsonl")
+    assert (found["ckpt.path"], found["logger.tensorboard_dir"]) == (f"{here}/ckpt/checkpoints_ppo_ray", "/tb")
+    assert found["actor.model_name_or_path"] == found["algo.guide.model_name_or_path"] == f"{here}/model"
+    assert [group.model_name_or_path for group in found["vllm.others"]] == [f"{here}/model"]
+    assert found["data.prompt_dataset"] == f"{here}/rows.jsonl,org/name,{here}/data@train"
+    assert (found["eval.dataset"], found["reward.remote_url"]) == ("x/y", [f"{here}/reward.py"])
+    assert settled("--train.replay_rollouts", "dumps")["train.replay_rollouts"] == f"{here}/dumps"
+    copy = tmp_path / "session_1" / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
+    copy.mkdir(parents=True)
+    monkeypatch.chdir(copy)
+    with pytest.raises(UsageError, match="--ckpt.output_dir is in the copy that Ray has made of the job's .*/model; "):
+        settled("--ckpt.output_dir", "model")
+    absolute = ["--ckpt.output_dir", "/a", "--ckpt.path", "/b"]
+    assert settled(*absolute, "--actor.model_name_or_path", "org/x")["actor.model_name_or_path"] == "org/x"
+
+
 def test_the_flags_are_those_that_people_have_in_their_scripts() -> None:
     """To change them, set WRITE_FLAGS=1 in the environment of this test, and read the difference."""
     file = Path(__file__).with_name("flags.txt")
