@@ -7,6 +7,7 @@ OpenRLHF asks. On a CUDA host ``activate`` only stands in for flash-attn, and on
 import importlib.util
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 __all__ = ["PLATFORM_VARIABLE", "activate", "choose", "chosen_platform", "detect"]
@@ -62,6 +63,7 @@ def activate() -> None:
     The choice travels in the environment, because a Ray worker without a GPU share sees no device on any host.
     """
     chosen = chosen_platform()
+    _do_without_home()
     if chosen == "cpu":
         from openrlhf_gtpo.platform import cpu
 
@@ -71,3 +73,15 @@ def activate() -> None:
         from openrlhf_gtpo.platform import flash_attn_stand_in
 
         flash_attn_stand_in.install()
+
+
+def _do_without_home() -> None:
+    """Give Triton, and DeepSpeed, which makes Triton's folder when it is imported, another folder if this user's home
+    cannot be written to, as in many containers (deepspeed 0.19.6, ops/transformer/inference/triton/matmul_ext.py)."""
+    from openrlhf_gtpo.platform.files import existing_parent
+
+    if "TRITON_HOME" not in os.environ and not os.access(existing_parent(os.path.expanduser("~/.triton")), os.W_OK):
+        folder = Path(tempfile.gettempdir(), f"openrlhf_gtpo-{os.getuid()}")
+        folder.mkdir(mode=0o700, exist_ok=True)
+        mine = folder.lstat().st_uid == os.getuid()  # what is in it will be run
+        os.environ["TRITON_HOME"] = str(folder) if mine else tempfile.mkdtemp()

@@ -88,6 +88,26 @@ assert "openrlhf_gtpo.platform.flash_attn_stand_in" not in sys.modules
     fresh(program, OPENRLHF_GTPO_PLATFORM=chosen)
 
 
+@pytest.mark.parametrize("own", [{}, {"TRITON_HOME": "/own"}])
+def test_a_user_without_a_home_gets_another_folder_for_compiled_kernels(
+    fresh: Fresh, tmp_path: Path, own: dict[str, str]
+) -> None:
+    """Importing DeepSpeed makes a folder in it; what the user has set stays."""
+    program = """
+import os, pathlib
+os.access = lambda path, mode: False  # root may write anywhere
+from openrlhf_gtpo import platform
+for _ in range(2):
+    platform.activate()
+    home = os.environ["TRITON_HOME"]
+    if home != "/own":
+        pathlib.Path(home, "autotune").mkdir(exist_ok=True)
+        assert os.stat(home).st_mode & 0o777 == 0o700
+print(home)
+"""
+    assert fresh(program, TMPDIR=str(tmp_path), **own).startswith(own.get("TRITON_HOME", str(tmp_path)))
+
+
 def test_below_uv_run_workers_start_as_without_it(fresh: Fresh, tmp_path: Path) -> None:
     """In the same folder, with the same Python; unless the user asks Ray for its copy."""
     program = """
