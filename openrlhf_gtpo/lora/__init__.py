@@ -4,11 +4,13 @@ PEFT's. Needs torch alone."""
 from dataclasses import dataclass
 
 ALL_LINEAR = ("all-linear",)  # PEFT's word for all matrices but the LM head
+_ROUTED = {"experts", "router", "gate"}  # in the names of a mixture's experts and routers
 
 
 @dataclass(frozen=True)
 class LoraOptions:
-    """Adapters of every matrix that ``targets`` names: W becomes W + alpha / rank · B·A.
+    """Adapters of every matrix that ``targets`` names: W becomes W + alpha / rank · B·A. The experts and routers of a
+    mixture have none.
 
     Fields:
         rank: r, the rows of A (r, in) and columns of B (out, r).
@@ -24,3 +26,8 @@ class LoraOptions:
     def scale(self) -> float:
         """What B·A is multiplied by."""
         return self.alpha / self.rank
+
+    def adapts(self, module: str) -> bool:
+        """Whether the linear module of that name, Hugging Face's, gets an adapter; the head is not asked about."""
+        parts = module.split(".")
+        return _ROUTED.isdisjoint(parts) and (self.targets == ALL_LINEAR or parts[-1] in self.targets)

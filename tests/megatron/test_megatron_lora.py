@@ -307,3 +307,8 @@ def test_adapters_of_another_kind_or_base_are_refused(
     for answers in ranks.run(several, SP2, calls):
         for message, (_, _, sentence) in zip(answers, cases, strict=True):
             assert message.startswith("CheckpointError: ") and sentence in message and "\n" not in message
+
+
+def test_nothing_is_trained_for_nobody(sources: dict, one_rank: RankPool) -> None:
+    (said,) = one_rank.run(program.load_beside_nothing, sources["llama"], FEW)
+    assert said == "decoder.layers.0.self_attention.linear_proj_adapters.o_proj_A would be trained for nobody"

@@ -150,3 +150,18 @@ def resume(source: str, layout: Layout, lora: LoraOptions | None, folder: str, d
         except ValueError as error:
             return f"{type(error).__name__}: {error}"
         return checkpoint_program.train(trainer, range(3, 5))
+
+
+def load_beside_nothing(source: str, lora: LoraOptions) -> str:
+    """What is said if the products beside which adapters stand are not found."""
+    from openrlhf_gtpo.megatron.model import adapters
+
+    found, adapters.adapters_of = adapters.adapters_of, lambda stage: {}
+    try:
+        with on(Layout()):
+            load(source, Layout(), lora)
+    except AssertionError as error:
+        return str(error)
+    finally:
+        adapters.adapters_of = found
+    return ""

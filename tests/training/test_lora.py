@@ -2,6 +2,7 @@
 resumed as another than the one that was trained."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from openrlhf_gtpo.lora.folder import ADAPTER
 from openrlhf_gtpo.lora.merge import merge
 from openrlhf_gtpo.training.actors import adapters
 from tests.support.actor_program import padded_batch
-from tests.support.families import exported_files, side_files
+from tests.support.families import SHALLOW, exported_files, make_checkpoint, side_files
 from tests.support.lora_program import run_steps, written
 from tests.support.rank_pool import RankPool
 
@@ -135,6 +136,7 @@ def test_gradients_are_those_of_the_whole_weight_times_the_other_factor(actor_mo
         policy.temperature, policy.packing_samples = 1.0, False
         policy(rows.sequences, rows.action_mask, rows.attention_mask).sum().backward()
 
+    torch.manual_seed(0)
     config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", bias="none", task_type="CAUSAL_LM")
     adapted, whole = get_peft_model(model(), config), model()
     parts = {part.name: part for part in adapters.parts(adapted)}
@@ -151,8 +153,8 @@ def test_gradients_are_those_of_the_whole_weight_times_the_other_factor(actor_mo
             continue
         a, b, scale = part.adapter
         gradient = weights[name].grad
-        torch.testing.assert_close(a.grad, scale * b.T @ gradient, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(b.grad, scale * gradient @ a.T, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(a.grad, scale * b.T @ gradient, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(b.grad, scale * gradient @ a.T, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("layout", ["ZeRO 0", "ZeRO 2, two ranks", "ZeRO 3, two ranks"])
@@ -201,8 +203,6 @@ def test_other_adapters_are_not_gone_on_from(
 def test_a_base_with_other_weights_is_refused(
     trained: Any, actor_model: str, pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
-    import shutil
-
     from safetensors.torch import load_file, save_file
 
     other = shutil.copytree(actor_model, tmp_path / "other")
@@ -223,3 +223,30 @@ def test_a_checkpoint_says_what_its_adapters_are(trained: Any) -> None:
         "alpha": 8,
         "targets": names,
     }
+
+
+@pytest.mark.parametrize("layout", ["ZeRO 2", "ZeRO 3, two ranks"])
+def test_a_mixture_is_sent_exported_and_resumed_as_it_was_trained(
+    layout: str, actor_model: str, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    """Its attention is adapted; experts and routers stay the base's, under their names."""
+    from transformers import AutoModelForCausalLM
+
+    model = make_checkpoint(tmp_path / "moe", "qwen3_moe", 64, num_experts=4, num_experts_per_tok=2, **SHALLOW)
+    for file in Path(actor_model).glob("tokenizer*"):
+        shutil.copy(file, model)
+    size, argv = LAYOUTS[layout]
+    argv, arguments = [*COMMON, *argv], (str(tmp_path / "checkpoints"), str(tmp_path / "exported"))
+    found = pools[size].run(run_steps, "deepspeed", str(model), argv, 2, *arguments)[0]
+    resumed = pools[size].run(run_steps, "deepspeed", str(model), [*argv, "--ckpt.load_enable"], 1, arguments[0])[0]
+    whole = pools[size].run(run_steps, "deepspeed", str(model), argv, 3)[0]
+    assert resumed["status"][0] == whole["status"][2] and found["trained"] != found["base"]
+    assert all(torch.equal(tensor, resumed["sent"][name]) for name, tensor in whole["sent"].items())
+    base, exported = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
+        for folder in (model, tmp_path / "exported")
+    )
+    assert base.keys() == exported.keys() == found["sent"].keys()
+    moved = {name.split(".")[-2] for name in base if not torch.equal(base[name], exported[name])}
+    assert moved == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in found["sent"].items())

@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from openrlhf_gtpo.lora import ALL_LINEAR, LoraOptions
+from openrlhf_gtpo.lora import LoraOptions
 from openrlhf_gtpo.lora.init import initial_a
 from openrlhf_gtpo.lora.merge import merge
 from openrlhf_gtpo.megatron.model.layers import rms_norm
@@ -66,7 +66,7 @@ class Adapters(torch.nn.Module):
         weight: Any = linear.weight
         inputs = weight.shape[1]
         for (name, part), size in zip(self._parts(), sizes, strict=True):
-            if not is_target(name, options):
+            if not options.adapts(name.removesuffix(".weight")):
                 continue
             a = initial_a(options.rank, inputs if is_column else inputs * tp, name, seed)
             a = a if is_column else a.split(inputs, dim=1)[rank].contiguous()
@@ -159,11 +159,6 @@ class Adapters(torch.nn.Module):
         )
 
 
-def is_target(name: str, options: LoraOptions) -> bool:
-    """True if the weight of that name of Hugging Face's gets an adapter."""
-    return options.targets == ALL_LINEAR or name.split(".")[-2] in options.targets
-
-
 def _fused_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     """:func:`rms_norm` as Transformer Engine rounds it, which keeps no float32 copies for the backward pass."""
     return F.rms_norm(hidden, weight.shape, weight, eps)
@@ -181,7 +176,7 @@ def add_adapters(stage: Any, bridge: Any, options: LoraOptions, seed: int) -> li
         if not local_name.endswith(".weight") or product not in (*_COLUMN, *_ROW):
             continue
         names = bridge._weight_name_mapping_mcore_to_hf(name)
-        if not any(is_target(weight, options) for weight in names):
+        if not any(options.adapts(weight.removesuffix(".weight")) for weight in names):
             continue
         parent = stage.get_submodule(path)
         linear = getattr(parent, product)
@@ -199,6 +194,12 @@ def add_adapters(stage: Any, bridge: Any, options: LoraOptions, seed: int) -> li
     if stage.pre_process:
         # A recomputed layer gets gradients only if its input wants them, which a frozen embedding's output does not.
         stage.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
+    parameters, beside = dict(stage.named_parameters()), adapters_of(stage)
+    merged = {
+        id(factor) for name in beside.keys() & parameters for _, *pair in beside[name].pairs() for factor in pair
+    }
+    for name, parameter in parameters.items():
+        assert not parameter.requires_grad or id(parameter) in merged, f"{name} would be trained for nobody"
     return adapted
 
 

@@ -12,14 +12,16 @@ from typing import Any, NamedTuple
 
 import torch
 from openrlhf.utils.utils import convert_to_torch_dtype
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
+from peft.utils import transformers_weight_conversion
 from torch import Tensor
 from torch.nn import Module, Parameter
 
 from openrlhf_gtpo.checkpoints.files import CheckpointError
 from openrlhf_gtpo.checkpoints.folder import MANIFEST, read_manifest
-from openrlhf_gtpo.lora import LoraOptions
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.lora import ALL_LINEAR, LoraOptions
 from openrlhf_gtpo.lora.folder import ADAPTER, description, refusal, write_adapter
 from openrlhf_gtpo.lora.init import initial_a
 from openrlhf_gtpo.lora.merge import merge
@@ -97,9 +99,48 @@ def _is_adapter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
 
 
+def adapt(model: Any, config: LoraConfig) -> PeftModel:
+    """Like PEFT's ``get_peft_model``, with adapters beside linear layers alone, and beside no frozen one.
+
+    PEFT 0.21.2 also adapts a mixture's fused experts, which have no ``.weight`` to merge into, and Conv1D, whose
+    weight is transposed. It takes a mixture's gate_proj, up_proj and down_proj for its experts' (``convert_peft_…``),
+    even by full names of other layers, so that it must not convert these.
+
+    Raises:
+        UsageError: a target is no such layer, or there is none.
+    """
+    targets = {config.target_modules} if isinstance(config.target_modules, str) else {*config.target_modules}
+    options, every = (LoraOptions(config.r, config.lora_alpha, names) for names in (tuple(targets), ALL_LINEAR))
+    head = model.get_output_embeddings()
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if type(module) is torch.nn.Linear
+        and module.weight.requires_grad
+        and module is not head
+        and every.adapts(name)
+    ]
+    config.target_modules = [name for name in linear if options.adapts(name)]
+    missing = targets - {*ALL_LINEAR} - {name.rsplit(".", 1)[-1] for name in config.target_modules}
+    if missing or not config.target_modules:
+        raise UsageError(
+            f"--ds.lora.target_modules {' '.join(sorted(missing or targets))}: no such linear layer can be adapted; "
+            f"{', '.join(sorted({name.rsplit('.', 1)[-1] for name in linear})) or 'none of this model'} can."
+        )
+    convert = transformers_weight_conversion.convert_peft_config_for_transformers
+    transformers_weight_conversion.convert_peft_config_for_transformers = lambda *args, **kwargs: None
+    try:
+        return get_peft_model(model, config)
+    finally:
+        transformers_weight_conversion.convert_peft_config_for_transformers = convert
+
+
 def start(model: Module, param_dtype: str, seed: int) -> None:
     """Give new adapters the model's dtype, which PEFT's depends on the ZeRO stage, and the A that each backend starts
-    with. Before DeepSpeed takes the model."""
+    with. Before DeepSpeed takes the model, all of whose trained tensors :func:`parts` has to merge."""
+    merged = {id(parameter) for part in parts(model) if part.adapter for parameter in part.adapter[:2]}
+    for name, parameter in model.named_parameters():
+        assert not parameter.requires_grad or id(parameter) in merged, f"{name} would be trained for nobody"
     for name, layer in _layers(model):
         for parameter in _adapter(layer)[:2]:
             parameter.data = parameter.data.to(convert_to_torch_dtype(param_dtype))

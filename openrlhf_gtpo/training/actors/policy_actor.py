@@ -6,6 +6,7 @@ from typing import Any
 
 import ray
 import torch
+from openrlhf.models import actor as upstream_model
 from openrlhf.models.utils import masked_mean
 from openrlhf.trainer.ray import ppo_actor, ppo_critic
 from openrlhf.trainer.ray.ppo_critic import CriticPPOTrainer
@@ -110,6 +111,7 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
     ) -> None:
         """Like upstream's, with this package's model and trainer in place of its own."""
         ppo_actor.ActorPPOTrainer = DeepspeedActorTrainer
+        upstream_model.get_peft_model = adapters.adapt
         if captures_entropy(strategy.args) or platform.chosen_platform() == "cpu":
             ppo_actor.Actor = PolicyModel
         super().init_model_from_pretrained(strategy, pretrain, max_steps=max_steps, vllm_engines=vllm_engines)

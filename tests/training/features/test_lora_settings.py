@@ -1,5 +1,6 @@
 """These tests catch adapters that are trained with something that they do not go with."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from openrlhf_gtpo.lora import LoraOptions
 from openrlhf_gtpo.training import host, run
 from tests.support.command_lines import argv_of, assert_names
+from tests.support.families import SHALLOW, make_checkpoint
 from tests.training.checks.conftest import command, model  # noqa: F401  # fixtures
 
 LORA = {"--ds.lora.rank": 8, "--actor.adam.lr": 1e-5}
@@ -59,6 +61,38 @@ def test_what_adapters_do_not_go_with(
     refused: Callable[..., str], changes: dict[str, Any], names: str, no_engine: None
 ) -> None:
     assert_names(refused(LORA | changes), names)
+
+
+@pytest.mark.parametrize(
+    ("backend", "targets", "names"),
+    [
+        ("deepspeed", "all-linear", None),
+        ("deepspeed", ["q_proj", "o_proj"], None),
+        ("deepspeed", "down_proj", "--ds.lora.target_modules down_proj experts k_proj o_proj q_proj v_proj"),
+        ("deepspeed", ["q_proj", "gate"], "--ds.lora.target_modules gate routers"),
+        ("megatron", "all-linear", "--ds.lora.rank mixtures --actor.backend megatron"),
+    ],
+)
+def test_of_a_mixture_what_is_not_routed_is_adapted(
+    backend: str,
+    targets: Any,
+    names: str | None,
+    refused: Callable[..., str],
+    command: dict[str, Any],  # noqa: F811
+    model: Path,  # noqa: F811
+    tmp_path: Path,
+    no_engine: None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    mixture = make_checkpoint(tmp_path / "moe", "qwen3_moe", 96, num_experts=4, moe_intermediate_size=32, **SHALLOW)
+    for file in model.glob("tokenizer*"):
+        shutil.copy(file, mixture)
+    changes = {"--actor.model_name_or_path": mixture, "--actor.backend": backend, "--ds.lora.target_modules": targets}
+    if names:
+        assert_names(refused(LORA | changes), names)
+    else:
+        run.check(run.parse(argv_of(command | LORA | changes)))
+        assert "experts and routers of a mixture get no adapters" in capsys.readouterr().err
 
 
 def test_a_small_learning_rate_is_named(

@@ -9,7 +9,7 @@ from typing import Any
 from openrlhf_gtpo.checkpoints.files import CheckpointError
 from openrlhf_gtpo.checkpoints.folder import MANIFEST, newest_whole, read_manifest
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.lora import ALL_LINEAR
+from openrlhf_gtpo.lora import ALL_LINEAR, LoraOptions
 from openrlhf_gtpo.lora.folder import fingerprint, refusal
 from openrlhf_gtpo.training.checks.model import Model
 from openrlhf_gtpo.training.checks.settings import Rule, refuse
@@ -29,7 +29,7 @@ def check_lora(args: SimpleNamespace, model: Model) -> None:
         _check_checkpoint(args, model)
     if model.has_experts:
         print(
-            "The experts of a mixture get no adapters: attention, routers aside, and shared experts do.",
+            "The experts and routers of a mixture get no adapters: attention, shared experts and dense layers do.",
             file=sys.stderr,
         )
     if args.actor.adam.lr < _SMALL_LR:
@@ -67,11 +67,14 @@ def _modules(args: SimpleNamespace, model: Model) -> Iterator[Rule]:
         f"--ds.lora.rank {args.actor.lora.rank} is not offered for mixtures of experts with --actor.backend megatron; "
         "give deepspeed, or leave it out.",
     )
-    known = {name.split(".")[-2] for name, shape in model.weight_shapes.items() if len(shape) == 2}
+    matrices = [name.removesuffix(".weight") for name, shape in model.weight_shapes.items() if len(shape) == 2]
+    known = {name.rsplit(".", 1)[-1] for name in matrices if LoraOptions(1, 1).adapts(name)}
     unknown = sorted({*args.actor.lora.targets} - known) if known and args.actor.lora.targets != ALL_LINEAR else []
     yield (
         bool(unknown),
-        f"{flag} {' '.join(unknown)}: {model} has no such matrix; it has {', '.join(sorted(known - _HEADS))}.",
+        f"{flag} {' '.join(unknown)}: {model} has no such matrix"
+        f"{' beside its experts and routers, which get no adapters' if model.has_experts else ''}; it has "
+        f"{', '.join(sorted(known - _HEADS))}.",
     )
 
 
