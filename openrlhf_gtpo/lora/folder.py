@@ -1,6 +1,7 @@
 """Adapters on disk: a folder in PEFT's format, and which base they belong to."""
 
 import hashlib
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import Tensor
 from openrlhf_gtpo.lora import LoraOptions
 
 ADAPTER = "adapter"  # the folder beside an exported model
-_SAMPLE = 2**20
+_SAMPLE = 2**20  # bytes
 
 
 def description(options: LoraOptions, modules: list[str], base: Path) -> dict[str, Any]:
@@ -46,16 +47,45 @@ def _difference(saved: Mapping[str, Any] | None, own: Mapping[str, Any] | None) 
 
 
 def fingerprint(folder: Path) -> str:
-    """What tells the weights in a model's ``folder`` from others: a hash of sizes, and of the beginning and the end
-    of each file, which hold names, shapes and the values of the first and the last layers."""
-    digest = hashlib.sha256()
-    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
-        size = path.stat().st_size
+    """What tells the weights in a model's ``folder`` from others: a hash of the tensors' names, types and shapes, and
+    of a page of every 4 MiB of their values, wherever they lie. Of files that are no safetensors, a hash of their
+    sizes, beginnings and ends.
+
+    Raises:
+        OSError, ValueError: a file that its index names cannot be read.
+    """
+    digest, tensors = hashlib.sha256(), []
+    for path in _weight_files(folder):
         with path.open("rb") as file:
-            head = file.read(_SAMPLE)
-            file.seek(max(0, size - _SAMPLE))
-            digest.update(b"%d " % size + head + file.read(_SAMPLE))
+            if path.suffix == ".safetensors":
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(length))
+                header.pop("__metadata__", None)
+                tensors += [(name, path, 8 + length, entry) for name, entry in header.items()]
+            else:
+                size = path.stat().st_size
+                digest.update(b"%d " % size + file.read(_SAMPLE))
+                file.seek(max(0, size - _SAMPLE))
+                digest.update(file.read(_SAMPLE))
+    for name, path, start, entry in sorted(tensors, key=lambda tensor: tensor[0]):
+        begin, end = entry["data_offsets"]
+        digest.update(f"{name} {entry['dtype']} {entry['shape']} ".encode())
+        with path.open("rb", buffering=0) as file:
+            for place in range(begin, end, 4 * _SAMPLE):
+                file.seek(start + place)
+                digest.update(file.read(min(4096, end - place)))
     return digest.hexdigest()[:16]
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """What Transformers reads of a model's folder, in which other tensors may lie beside it."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        index = folder / f"{name}.index.json"
+        if (folder / name).is_file():
+            return [folder / name]
+        if index.is_file():
+            return [folder / shard for shard in sorted({*json.loads(index.read_text())["weight_map"].values()})]
+    return sorted(folder.glob("*.safetensors"))
 
 
 def write_adapter(

@@ -45,6 +45,7 @@ from openrlhf_gtpo.checkpoints import hf_folder
 from openrlhf_gtpo.checkpoints.files import CheckpointError, Entry, HashedFile
 from openrlhf_gtpo.checkpoints.folder import CheckpointWriteError
 from openrlhf_gtpo.checkpoints.together import agree, choose, publish, put_in_order
+from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.platform import varlen_attention
 from openrlhf_gtpo.platform.agreement import (
     all_gather_objects,
@@ -148,7 +149,8 @@ class Strategy(DeepspeedStrategy):
         once all of them heed ``check_grad_overflow`` (https://github.com/deepspeedai/DeepSpeed/pull/6976)."""
         if isinstance(module := self._unwrap_model(model), PeftModel):
             adapters.start(module, self.args.ds.param_dtype, self.args.train.seed)
-            self._lora = adapters.described(module, self.args.actor.lora, self.args.actor.model_name_or_path)
+            described = partial(adapters.described, module, self.args.actor.lora, self.args.actor.model_name_or_path)
+            self._lora = from_first_rank(described, UsageError)
         model, optimizer, scheduler = super()._ds_init_train_model(model, cfg)
         if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
             update = optimizer._overflow_check_and_loss_scale_update
