@@ -14,6 +14,7 @@ from openrlhf_gtpo.lora import LoraOptions
 
 ADAPTER = "adapter"  # the folder beside an exported model
 _SAMPLE = 2**20  # bytes
+_EXPERTS = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}  # the names of experts' matrices
 
 
 def description(options: LoraOptions, modules: list[str], base: Path) -> dict[str, Any]:
@@ -89,31 +90,46 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def write_adapter(
-    folder: Path, tensors: Mapping[str, tuple[Tensor, Tensor]], options: LoraOptions, base_name: str
+    folder: Path,
+    tensors: Mapping[str, tuple[Tensor, Tensor]],
+    options: LoraOptions,
+    base_name: str,
+    is_mixture: bool = False,
 ) -> None:
-    """Write adapters as PEFT does, for ``PeftModel.from_pretrained``.
+    """Write adapters as PEFT does, for ``PeftModel.from_pretrained``. The configuration is as short as PEFT's first
+    ones: those before 0.15 refuse fields that they do not know.
 
     Args:
         folder: a new or existing folder.
         tensors: A (r, in) and B (out, r) by Hugging Face's names of the modules, such as model.layers.0.mlp.up_proj.
-        base_name: the model that they were trained on.
+        base_name: the model that they were trained on; the path of a folder becomes absolute.
+        is_mixture: it has experts, for whose matrices PEFT (0.21.2) would take an up_proj; such are named as
+            parameters, which PEFT reads from 0.17 on.
 
     Raises:
         OSError: they cannot be written.
     """
-    from peft import LoraConfig
-
     os.makedirs(folder, exist_ok=True)
-    state = {}
+    state, targets, parameters = {}, set(), []
     for name, pair in tensors.items():
         for letter, tensor in zip("AB", pair, strict=True):
             state[f"base_model.model.{name}.lora_{letter}.weight"] = tensor.cpu().contiguous()
+        target = name.rsplit(".", 1)[-1]
+        if is_mixture and target in _EXPERTS:
+            parameters.append(f"{name}.weight")
+        else:
+            targets.add(target)
     save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    LoraConfig(
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=base_name,
-        inference_mode=True,
-        r=options.rank,
-        lora_alpha=options.alpha,
-        target_modules=sorted({name.rsplit(".", 1)[-1] for name in tensors}),
-    ).save_pretrained(str(folder))
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": os.path.abspath(base_name) if os.path.isdir(base_name) else base_name,
+        "inference_mode": True,
+        "r": options.rank,
+        "lora_alpha": options.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(targets),
+    }
+    config |= {"target_parameters": parameters} if parameters else {}
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,5 @@
-"""These tests catch a base that is taken for another because of what lies beside it, or another for it."""
+"""These tests catch a base that is taken for another because of what lies beside it, or another for it, and a folder
+of adapters that PEFT reads as another policy."""
 
 import json
 from pathlib import Path
@@ -7,8 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from openrlhf_gtpo.lora.folder import fingerprint
+from openrlhf_gtpo.lora import LoraOptions
+from openrlhf_gtpo.lora.folder import fingerprint, write_adapter
 from tests.support.families import SHALLOW, make_checkpoint
+
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 @pytest.fixture
@@ -57,3 +61,48 @@ def test_another_value_name_or_type_is_another_base(tmp_path: Path) -> None:
         save_file(version, tmp_path / "model.safetensors")
         found.append(fingerprint(tmp_path))
     assert len({*found}) == len(versions)
+
+
+def test_the_folder_names_its_base_wherever_it_is_read(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its fields are those that every PEFT knows."""
+    monkeypatch.chdir(tmp_path)
+    pair = torch.zeros(4, 64), torch.zeros(64, 4)
+    for name, expected in ((base.name, str(base)), ("owner/model", "owner/model")):
+        write_adapter(tmp_path / "adapter", {"model.layers.0.mlp.up_proj": pair}, LoraOptions(4, 8), name)
+        config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == expected
+    assert {*config} == {
+        *"peft_type task_type base_model_name_or_path inference_mode r lora_alpha lora_dropout bias".split(),
+        "target_modules",
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("llama", {}),
+        ("qwen3_moe", MIXTURE),
+        ("qwen3_moe", MIXTURE | {"mlp_only_layers": [0]}),
+        ("qwen2_moe", MIXTURE | {"shared_expert_intermediate_size": 48}),
+    ],
+    ids=["dense", "mixture", "mixture with a dense layer", "mixture with shared experts"],
+)
+def test_peft_reads_the_policy_that_was_written(family: str, fields: dict[str, object], tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    folder = make_checkpoint(tmp_path / "base", family, **(SHALLOW | fields))
+    options, tokens = LoraOptions(4, 8), torch.arange(40)[None]
+    merged, base = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
+    untrained, adapters = base(tokens).logits.detach(), {}
+    for name, module in merged.named_modules():
+        if type(module) is torch.nn.Linear and module is not merged.lm_head and options.adapts(name):
+            a, b = (0.1 * torch.randn(shape) for shape in ((4, module.in_features), (module.out_features, 4)))
+            module.weight.data += options.scale * b @ a
+            adapters[name] = a, b
+    write_adapter(tmp_path / "adapter", adapters, options, str(folder), is_mixture=family != "llama")
+    expected, found = merged(tokens).logits, PeftModel.from_pretrained(base, str(tmp_path / "adapter"))(tokens).logits
+    assert (expected - untrained).abs().max() > 1
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -187,4 +187,5 @@ def save(model: Any, gather: Gather, folder: Path, options: LoraOptions, source:
                 adapters[part.name.removesuffix(".weight")] = a, b
     if is_first:
         model.get_base_model().save_pretrained(folder, state_dict=whole)
-        write_adapter(folder / ADAPTER, adapters, options, source)
+        is_mixture = any("experts" in name.split(".") for name in whole)
+        write_adapter(folder / ADAPTER, adapters, options, source, is_mixture)
