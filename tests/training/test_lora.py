@@ -120,7 +120,8 @@ def test_peft_reads_the_adapter_folder(trained: Any, actor_model: str) -> None:
         assert "_proj" not in name or not torch.equal(merged[name], untrained[name])
 
 
-def test_gradients_are_those_of_the_whole_weight_times_the_other_factor(actor_model: str) -> None:
+@pytest.mark.parametrize("turns", [1, 2])
+def test_gradients_are_those_of_the_whole_weight_times_the_other_factor(turns: int, actor_model: str) -> None:
     """dA = s Bᵀ dW and dB = s dW Aᵀ, with dW of the model into which the adapters are merged, in float32."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -132,6 +133,8 @@ def test_gradients_are_those_of_the_whole_weight_times_the_other_factor(actor_mo
 
     def backward(policy: Any) -> None:
         rows = padded_batch([0, 2, 4])
+        if turns == 2:
+            rows.action_mask[:, 6:8] = 0  # what an environment says between them
         policy = PolicyModel(policy)
         policy.temperature, policy.packing_samples = 1.0, False
         policy(rows.sequences, rows.action_mask, rows.attention_mask).sum().backward()

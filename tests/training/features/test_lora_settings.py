@@ -53,6 +53,7 @@ def test_the_reference_takes_no_gpu(command: dict[str, Any]) -> None:  # noqa: F
         ({"--vllm.sync_with_ray": True}, "--vllm.sync_with_ray --ds.lora.rank"),
         ({"--ds.param_dtype": "fp16"}, "--ds.param_dtype --ds.lora.rank"),
         ({"--ds.load_in_4bit": True}, "--ds.load_in_4bit"),
+        ({"--rollout.routing_replay": "on"}, "--rollout.routing_replay --actor.backend deepspeed"),
         ({"--ds.use_universal_ckpt": True}, "--ds.use_universal_ckpt --ds.lora.rank"),
     ],
     ids=str,
