@@ -58,6 +58,7 @@ def prompt_and_label(row: Mapping[str, Any], args: SimpleNamespace, tokenizer: A
     data = args.data
     if not data.apply_chat_template:
         return _made(row, args, tokenizer, None)
+    row = {**row, data.input_key: _without_null_keys(row[data.input_key])}
     messages, tools = _messages(row, data), _tools(row, data)
     template = partial(tokenizer.apply_chat_template, **variables_of(row, data))
     with_tools = partial(template, tools=tools) if tools else template
@@ -108,6 +109,15 @@ def _tools(row: Mapping[str, Any], data: SimpleNamespace) -> list[dict[str, Any]
     )
 
 
+def _without_null_keys(given: Any) -> Any:
+    """Messages without keys that are null, which Arrow adds and some programs write: a template asks whether a message
+    has ``tool_calls``, or a ``name``. Content may be null, as it is beside tool calls, where many leave it out."""
+    if not isinstance(given, list) or not all(isinstance(message, dict) for message in given):
+        return given
+    messages = [{k: v for k, v in message.items() if v is not None or k == "content"} for message in given]
+    return [{"content": None} | message if "tool_calls" in message else message for message in messages]
+
+
 def _messages(row: Mapping[str, Any], data: SimpleNamespace) -> Any:
     """What the row has as its prompt, after the run's system prompt unless it begins with its own."""
     given = row[data.input_key]
@@ -133,7 +143,11 @@ def _made(row: Mapping[str, Any], args: SimpleNamespace, tokenizer: Any, templat
         if messages and any(not isinstance(message.get("content", ""), str) for message in given):
             texts = [message | {"content": _text_of(message)} for message in given]
             plain, _ = _preprocess({**row, args.data.input_key: texts}, *keys)
-            if "".join(plain.split()) != "".join(prompt.split()):
+            # Beside tool calls null may say more than that there is no text, but must not be printed as Python's word.
+            empty = [message | {"content": message["content"] or ""} for message in texts]
+            without_none, _ = _preprocess({**row, args.data.input_key: empty}, *keys)
+            prints_none = prompt.count("None") > without_none.count("None")
+            if prints_none or "".join(plain.split()) != "".join(prompt.split()):
                 raise UsageError(
                     "the chat template does not print content that is null or a list of parts; write it as text"
                 )
@@ -285,15 +299,20 @@ def _table_rows(table: Any, wanted: Sequence[str | None]) -> Iterator[dict[str, 
     features.ujson_loads = json.loads  # pandas' rounds floats and drops halves of surrogate pairs
     if {*filter(None, wanted[:2])} <= {*table.column_names}:  # or the row is refused, with its columns
         table = table.select_columns([name for name in wanted if name in table.column_names])
+    prompt, made_from = wanted[0], (wanted[0], *wanted[-2:])
     for row in table:
-        yield {name: _without_nulls(value) if name in wanted[-2:] else value for name, value in row.items()}
+        yield {
+            name: _without_nulls(value, outer=name != prompt) if name in made_from else value
+            for name, value in row.items()
+        }
 
 
-def _without_nulls(value: Any) -> Any:
-    """``value`` without the keys that Arrow adds to an object because another row's has them."""
+def _without_nulls(value: Any, outer: bool) -> Any:
+    """``value`` without the keys that Arrow adds to an object because another row's has them; without ``outer`` those
+    of the outermost objects, which are messages, stay (:func:`_without_null_keys`)."""
     if isinstance(value, dict):
-        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
-    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+        return {key: _without_nulls(part, True) for key, part in value.items() if part is not None or not outer}
+    return [_without_nulls(part, outer) for part in value] if isinstance(value, list) else value
 
 
 @contextmanager

@@ -190,14 +190,39 @@ def test_text_stays_text(command: dict[str, Any], model: Path, tmp_path: Path, c
     assert prompts.prompts == [f"{text}|", f"{text}|", "2024-01-01|"]
 
 
-def test_messages_keep_their_own_keys(command: dict[str, Any], model: Path, tmp_path: Path) -> None:
-    content = "{{ m.content }}{{ ' by ' + m.name | string if 'name' in m }}"
-    message = {"role": "user", "content": "a"}
-    path = table(
-        tmp_path / "chats.jsonl", [{"question": [message | more], "answer": "b"} for more in ({}, {"name": "c"})]
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "saved"])
+def test_a_message_has_no_key_that_is_null(command: dict[str, Any], model: Path, tmp_path: Path, form: str) -> None:
+    """Arrow adds each key of any row to all rows, and templates ask which a message has."""
+    chats: list[list[dict[str, Any]]] = [
+        [{"role": "user", "content": "a", "name": "c"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}],
+        [{"role": "user", "content": "b"}, {"role": "assistant", "tool_calls": [{"type": "d"}], "name": None}],
+    ]
+    rows, path = [{"question": messages, "answer": "b"} for messages in chats], tmp_path / f"rows.{form}"
+    if form == "jsonl":
+        table(path, rows)
+    elif form == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        datasets.Dataset.from_list(rows).save_to_disk(path)
+    content = (
+        "{{ m.content or '' }}{{ ' by ' + m.name | string if 'name' in m }}"
+        "{% if m.tool_calls is defined %}{{ m.content is none }} {{ m.tool_calls | tojson }}{% endif %}"
     )
-    prompts = loaded(chat(command, model, tmp_path, content), prompt_dataset=path)
-    assert prompts.prompts == ["a|", "a by c|"]
+    prompts = loaded(chat(command, model, tmp_path, content), prompt_dataset=path, max_len=256).prompts
+    assert prompts == [f"a by c|True [{json.dumps(CALL)}]|", 'b|True [{"type": "d"}]|']
+
+
+@pytest.mark.parametrize("given", [{"content": None}, {}])
+def test_content_beside_tool_calls_is_not_printed_as_none(
+    command: dict[str, Any], refused: Callable[..., str], model: Path, tmp_path: Path, given: dict[str, Any]
+) -> None:
+    messages = [{"role": "user", "content": "None?"}, {"role": "assistant", "tool_calls": [CALL]} | given]
+    path = table(tmp_path / "calls.jsonl", [{"question": messages, "answer": "b"}])
+    flags = chat(command, model, tmp_path, "{{ m.content }}") | {"--data.prompt_dataset": path}
+    assert "does not print content that is null" in refused(flags)
 
 
 PARTS = (
