@@ -1,6 +1,8 @@
 """A response whose reward failed stops the run instead of being trained on."""
 
 import asyncio
+import sys
+import textwrap
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -183,6 +185,38 @@ def test_servers_that_take_turns_are_all_named(monkeypatch: pytest.MonkeyPatch) 
 
 def test_without_a_reward_function_there_is_no_reward_to_wait_for() -> None:
     assert answer(StrictRewardExecutor(None, Patience()))["reward"] is None
+
+
+OF_A_MODULE = {
+    "a dataclass": """from __future__ import annotations
+from dataclasses import dataclass
+@dataclass
+class Graded:
+    reward: float = 1.0
+def graded(query): return Graded().reward
+""",
+    "a file beside it": "from beside_a_reward import graded\n",
+    "another process": """import multiprocessing
+def grade(query): return 1.0
+def graded(query):
+    with multiprocessing.get_context("spawn").Pool(1) as pool: return pool.apply(grade, [query])
+""",
+}
+
+
+@pytest.mark.parametrize("stem", ["graded_by", "textwrap"])
+@pytest.mark.parametrize("source", OF_A_MODULE)
+def test_a_file_is_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, stem: str) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("beside_a_reward", "graded_by"):  # an earlier test's
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    (tmp_path / "beside_a_reward.py").write_text("def graded(query): return 1.0\n")
+    path = tmp_path / f"{stem}.py"
+    path.write_text(f"{OF_A_MODULE[source]}\ndef reward_func(q, p, l): return {{'rewards': graded(q[0])}}\n")
+    import_reward(str(path))  # as the driver does
+    if (source, stem) != ("another process", "textwrap"):  # there, that is the library
+        assert answer(StrictRewardExecutor([str(path)], Patience()))["reward"] == 1.0
+    assert sys.modules["textwrap"] is textwrap
 
 
 # ── Several tries, each with a time limit ──

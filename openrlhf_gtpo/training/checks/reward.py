@@ -1,9 +1,12 @@
 """What a run's reward comes from: an agent, a function, servers or a model."""
 
 import inspect
+import os
+import sys
 from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
+from importlib.util import find_spec, module_from_spec, spec_from_loader
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,11 +65,27 @@ def takes_responses(function: Callable[..., Any]) -> bool:
         return False
 
 
+def load_agent(file: str) -> Any:
+    """An agent file's ``AgentExecutor``, made."""
+    return import_file(file, "--train.agent_func_path", "AgentExecutor")()
+
+
 def import_file(file: str, flag: str, name: str) -> Callable[..., Any]:
-    """Return ``name`` from a Python file; refuse a file that cannot be imported, or lacks it."""
-    spec = spec_from_loader("openrlhf_gtpo_checked_file", SourceFileLoader("openrlhf_gtpo_checked_file", file))
+    """Return ``name`` from a Python file; refuse a file that cannot be imported, or lacks it.
+
+    The file is a module of its own name, which dataclasses look up and another process imports to unpickle what it is
+    sent; its folder is the last on ``sys.path``, for what lies beside it.
+    """
+    path = os.path.abspath(file)
+    module_name = Path(path).stem.replace(".", "_")
+    if (folder := os.path.dirname(path)) not in sys.path:
+        sys.path.append(folder)
+    known = find_spec(module_name)
+    if known and os.path.realpath(known.origin or "") != os.path.realpath(path):
+        module_name += "_file"  # a library's place is not taken
+    spec = spec_from_loader(module_name, SourceFileLoader(module_name, path))
     assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
+    module = sys.modules[module_name] = module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
         return getattr(module, name)

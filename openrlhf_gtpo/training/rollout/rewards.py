@@ -20,7 +20,7 @@ from openrlhf.utils.agent import SingleTurnAgentExecutor
 
 from openrlhf_gtpo.errors import TrainingStopped, one_line
 from openrlhf_gtpo.report import names
-from openrlhf_gtpo.training.checks.reward import takes_responses
+from openrlhf_gtpo.training.checks.reward import import_file, takes_responses
 
 T = TypeVar("T")
 
@@ -168,7 +168,11 @@ class StrictRewardExecutor(SingleTurnAgentExecutor):
     """
 
     def __init__(self, remote_rm_url: Any, patience: Patience) -> None:
-        super().__init__(remote_rm_url)
+        files = [url for url in remote_rm_url or () if url.endswith(".py")]
+        super().__init__(None if files else remote_rm_url)  # a file's module would not be in sys.modules
+        if files:
+            self.reward_endpoints = files
+            self.reward_func = import_file(files[0], "--reward.remote_url", "reward_func")
         self._source = " or ".join(self.reward_endpoints)  # upstream takes turns among several servers
         self._patience = patience
         self._threads = asyncio.Semaphore(_THREADS)

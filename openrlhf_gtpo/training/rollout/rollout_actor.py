@@ -28,6 +28,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.training.checks.reward import load_agent
 from openrlhf_gtpo.training.feature import EngineFeature
 from openrlhf_gtpo.training.rollout.answers import Answer, give_log_probs, hold, values_of
 from openrlhf_gtpo.training.rollout.rewards import (
@@ -120,6 +121,7 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
             kwargs["moe_backend"] = "triton"
         # Upstream makes it before the engine, whose memory then leaves a reward its own.
         vllm_engine.SingleTurnAgentExecutor = partial(StrictRewardExecutor, patience=self.patience)
+        vllm_engine._load_agent_executor = load_agent
         self._agent_path = kwargs.get("agent_func_path") or ""
         await super().__init__(*args, **kwargs)
         self._death_watch = asyncio.create_task(_fail_calls_at_death(self.llm.engine_core))

@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec  # vLLM depends on it, and on openai
 import openai
-from openrlhf.trainer.ray import vllm_engine
 from vllm import SamplingParams
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.training.checks.reward import load_agent
 from openrlhf_gtpo.training.features.guide.endpoint_requests import api_key, request, sampled
 from openrlhf_gtpo.training.rollout.rewards import StrictRewardExecutor
 from openrlhf_gtpo.training.rollout.rollout_actor import StrictRolloutActor
@@ -37,9 +37,7 @@ class EndpointActor(StrictRolloutActor):
     ) -> None:
         self._mm_pad_token_ids, self._agent_path = None, agent_func_path or ""
         self.executor = (
-            vllm_engine._load_agent_executor(agent_func_path)
-            if agent_func_path
-            else StrictRewardExecutor(remote_rm_url, self.patience)
+            load_agent(agent_func_path) if agent_func_path else StrictRewardExecutor(remote_rm_url, self.patience)
         )
         self.llm = Endpoint(url, model)
 
