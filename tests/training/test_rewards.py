@@ -219,6 +219,22 @@ def test_a_file_is_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sou
     assert sys.modules["textwrap"] is textwrap
 
 
+def test_a_limit_of_time_that_a_thread_cannot_have_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Else a reward that swallows what is raised would score everything alike."""
+    path = tmp_path / "swallowing.py"
+    path.write_text(
+        "import signal\n\n\ndef reward_func(queries, prompts, labels):\n    try:\n"
+        "        signal.signal(signal.SIGALRM, signal.SIG_DFL)\n        return {'rewards': 1.0}\n"
+        "    except Exception:\n        return {'rewards': 0.0}\n"
+    )
+    reward = import_reward(str(path))
+    assert reward([], [], []) == {"rewards": 1.0} and capfd.readouterr().err == ""  # in the main thread
+    failing = StrictRewardExecutor([str(path)], Patience())
+    assert [answer(failing)["reward"] for _ in range(2)] == [0.0, 0.0]
+    said = capfd.readouterr().err
+    assert said.count("signal.signal raises ValueError in a thread") == 1 and f"{path}, line 6" in said
+
+
 # ── Several tries, each with a time limit ──
 
 PATIENT = Patience(tries=3)

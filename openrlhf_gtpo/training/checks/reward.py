@@ -2,7 +2,10 @@
 
 import inspect
 import os
+import signal
 import sys
+import threading
+import traceback
 from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec, module_from_spec, spec_from_loader
@@ -86,8 +89,32 @@ def import_file(file: str, flag: str, name: str) -> Callable[..., Any]:
     spec = spec_from_loader(module_name, SourceFileLoader(module_name, path))
     assert spec is not None and spec.loader is not None
     module = sys.modules[module_name] = module_from_spec(spec)
+    setattr(signal, "signal", _signal_or_note)  # noqa: B010  # mypy knows another signature
     try:
         spec.loader.exec_module(module)
         return getattr(module, name)
     except (Exception, SystemExit) as error:  # the user's own code may raise anything
         raise UsageError(f"{flag} {file} cannot be used: {type(error).__name__}: {one_line(error)}") from error
+
+
+_signal, _named = signal.signal, set[str]()
+
+
+def _signal_or_note(number: Any, handler: Any) -> Any:
+    """``signal.signal``, with a line if a thread calls it, where it raises: a reward that swallows this, as around
+    Math-Verify with its limits of time, would score every response alike."""
+    try:
+        return _signal(number, handler)
+    except ValueError:
+        if threading.current_thread() is not threading.main_thread():
+            frames = traceback.extract_stack()[:-1]
+            place = " from ".join(f"{frame.filename}, line {frame.lineno}" for frame in reversed(frames[-3:]))
+            if place not in _named:
+                _named.add(place)
+                print(
+                    f"Note: signal.signal raises ValueError in a thread, where rewards and agents run: {place}. If "
+                    "that is swallowed, a reward is wrong; limit time in another way (docs/train.md).",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        raise
