@@ -195,8 +195,8 @@ def checked_inputs(flags: dict[str, Any], model: str) -> tuple[Any, Any, Callabl
         raise UsageError("With --data.apply_chat_template no --data.input_template is read; leave one of them out.")
     run = hierarchize(argparse.Namespace(**flags, **{"actor.model_name_or_path": model}))
     run.use_ms = False  # ModelScope
-    for name in flags["eval.dataset"].split(","):  # each has a table of its own here
-        check_dataset(run, checkpoint.tokenizer, name, flags["eval.split"], "--eval.dataset")
+    given = [flag for flag, value in before.items() if value is not None]  # what training had, a data set may lack
+    check_dataset(run, checkpoint.tokenizer, flags["eval.dataset"], flags["eval.split"], "--eval.dataset", needs=given)
     return run, checkpoint.tokenizer, import_reward(flags["reward.remote_url"])
 
 

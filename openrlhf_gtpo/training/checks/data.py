@@ -2,8 +2,9 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import islice
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from openrlhf_gtpo.training.checks.look import show_prompt
 from openrlhf_gtpo.training.checks.model import Model, token_ids
 
 PROMPTS = "--data.prompt_dataset"
+_COLUMNS = ("data.tools_key", "data.chat_template_kwargs_key")  # flags of columns that a row may lack
 
 
 def check_data(args: SimpleNamespace, model: Model) -> None:
@@ -29,7 +31,9 @@ def check_data(args: SimpleNamespace, model: Model) -> None:
         json_for = "--reward.remote_url"
     check_dataset(args, tokenizer, args.data.prompt_dataset, args.data.prompt_split, PROMPTS, strict, json_for)
     if args.eval.dataset:
-        check_dataset(args, tokenizer, args.eval.dataset, args.eval.split, "--eval.dataset", strict, json_for)
+        check_dataset(
+            args, tokenizer, args.eval.dataset, args.eval.split, "--eval.dataset", strict, json_for, needs=()
+        )
     _, rows = next(_tables(args, args.data.prompt_dataset, args.data.prompt_split, PROMPTS))
     if rows is not None and tokenizer is not None:
         print(show_prompt(next(rows), args, tokenizer), file=sys.stderr)
@@ -43,19 +47,32 @@ def check_dataset(
     flag: str,
     strict: bool = True,
     json_for: str | None = None,
+    needs: Collection[str] = _COLUMNS,
 ) -> None:
-    """Refuse local data sets that are unreadable or empty, or lack a column, and a prompt that cannot be made.
+    """Refuse local data sets that are unreadable or empty, or lack a column, and a prompt that cannot be made. Name
+    those without a column of tools or variables, which rows may lack.
 
     Args:
         tokenizer: the model's; None looks at the first row alone, as for a model that reads images.
         strict: refuse null labels, and prompts that leave no room to respond, too; upstream's estimators take both.
         json_for: the flag because of which labels must fit into JSON, if any.
+        needs: flags of columns that at least one of the data sets must have, if they are given.
     """
+    lacks: dict[str, set[str]] = {}  # by data set, flags of columns; one on the hub may have all
     for name, rows in _tables(args, names, split, flag):
+        lacks[name] = set()
         if rows is not None and tokenizer is None:
             next(rows)
         elif rows is not None:
-            _check_rows(args, tokenizer, rows, f"{flag} {name}", strict, json_for)
+            lacks[name] = _check_rows(args, tokenizer, rows, f"{flag} {name}", strict, json_for)
+    for column in _COLUMNS:
+        key, without = attrgetter(column)(args), [name for name in lacks if column in lacks[name]]
+        if without and column in needs and len(without) == len(lacks):
+            raise UsageError(
+                f"{flag} {names}: no row has a column {key!r} (--{column}); give its name, or leave that out."
+            )
+        for name in without:
+            print(f"{flag} {name}: no row has a column {key!r} (--{column}).", file=sys.stderr)
 
 
 def table_rows(args: SimpleNamespace, names: str, split: str, flag: str) -> int | None:
@@ -85,11 +102,12 @@ def _check_rows(
     where: str,
     strict: bool,
     json_for: str | None,
-) -> None:
+) -> set[str]:
+    """Refuse a row, as :func:`check_dataset`. Returns the flags of columns that no row has."""
     from openrlhf_gtpo.training.checks.prompts import name_unread, prompt_and_label, variables_of
 
-    columns = {flag: getattr(args.data, flag) for flag in ("tools_key", "chat_template_kwargs_key")}
-    unseen = {flag: key for flag, key in columns.items() if key is not None and args.data.apply_chat_template}
+    unseen = {flag: attrgetter(flag)(args) for flag in _COLUMNS if args.data.apply_chat_template}
+    unseen = {flag: key for flag, key in unseen.items() if key}
     variables: set[str] = set()
     longest = args.rollout.max_new_tokens
     room = args.data.max_len - (longest or 1)
@@ -125,7 +143,6 @@ def _check_rows(
                 f"{where}: the prompt of row {row} has {length} tokens, but --data.max_len {args.data.max_len}"
                 f"{with_responses} leaves {room}; raise --data.max_len or drop it."
             )
-    for flag, key in unseen.items():
-        raise UsageError(f"{where}: no row has a column {key!r} (--data.{flag}); give its name, or leave that out.")
     if args.data.apply_chat_template:
         name_unread(variables, tokenizer)
+    return {*unseen}

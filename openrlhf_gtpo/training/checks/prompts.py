@@ -74,7 +74,7 @@ def prompt_and_label(row: Mapping[str, Any], args: SimpleNamespace, tokenizer: A
 
 def variables_of(row: Mapping[str, Any], data: SimpleNamespace) -> dict[str, Any]:
     """The variables that the chat template gets for ``row``; raises UsageError, as a clause."""
-    own = None if data.chat_template_kwargs_key is None else row.get(data.chat_template_kwargs_key)
+    own = row.get(data.chat_template_kwargs_key) if data.chat_template_kwargs_key else None
     try:
         return template_variables(data.chat_template_kwargs) | template_variables(own or None)
     except ValueError as error:
@@ -95,7 +95,7 @@ def name_unread(names: Iterable[str], tokenizer: Any) -> None:
 
 
 def _tools(row: Mapping[str, Any], data: SimpleNamespace) -> list[dict[str, Any]] | None:
-    given = None if data.tools_key is None else row.get(data.tools_key)
+    given = row.get(data.tools_key) if data.tools_key else None
     tools = given
     if isinstance(given, str):
         try:
@@ -123,7 +123,7 @@ def _messages(row: Mapping[str, Any], data: SimpleNamespace) -> Any:
     given = row[data.input_key]
     messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
     has_messages = isinstance(messages, list) and messages and isinstance(messages[0], dict)
-    if data.system_prompt is None or not has_messages or messages[0].get("role") == "system":
+    if not data.system_prompt or not has_messages or messages[0].get("role") == "system":
         return given
     return [{"role": "system", "content": data.system_prompt}, *messages]
 

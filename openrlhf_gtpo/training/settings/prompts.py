@@ -22,18 +22,18 @@ _RESERVED = frozenset(
 
 
 def template_variables(value: Any) -> dict[str, Any]:
-    """``value``, an object, a JSON text of one, or None, as variables for a chat template.
+    """``value``, an object, a JSON text of one, or None or "" for none, as variables for a chat template.
 
     Raises:
         ValueError: it is something else, or names what is no variable of a template; as a clause.
     """
+    if value is None or value == "":
+        return {}
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except ValueError as error:
             raise ValueError(f"it is no JSON ({error}): {value:.60}") from error
-    if value is None:
-        return {}
     if not isinstance(value, dict):
         raise ValueError(f'expected a JSON object, such as {{"enable_thinking": false}}, got {value!r:.60}')
     if reserved := sorted(_RESERVED & value.keys()):
@@ -52,7 +52,8 @@ def _flag(text: str) -> str:
 
 PROMPTS = Group(
     "prompts",
-    "what a chat template is given besides the messages; kept beside the trained model, for the other commands",
+    "what a chat template is given besides the messages; kept beside the trained model for the other commands, where "
+    "an empty text takes it back",
     (
         Setting(
             "data.chat_template_kwargs",
@@ -123,7 +124,7 @@ def filled(flags: dict[str, Any], folder: Path) -> dict[str, Any]:
     kept.pop("rollout.temperature", None)
     if flags["data.apply_chat_template"] is not None or flags["data.input_template"]:
         kept |= dict.fromkeys(("data.apply_chat_template", "data.input_template"))  # one of them says how
-    taken = {flag: value for flag, value in kept.items() if flags[flag] is None and value not in (None, False)}
+    taken = {flag: value for flag, value in kept.items() if flags[flag] is None and value not in (None, False, "")}
     if not (flags["data.apply_chat_template"] or taken.get("data.apply_chat_template")):
         taken = {flag: value for flag, value in taken.items() if flag not in NONE}
     return flags | taken | {"data.apply_chat_template": bool({**flags, **taken}["data.apply_chat_template"])}

@@ -60,6 +60,18 @@ def chat(command: dict[str, Any], model: Path, tmp_path: Path) -> Any:
     return make
 
 
+def evaluated_prompts(command: dict[str, Any], path: Path, *more: str) -> tuple[list[str], Any]:
+    """The prompts of an evaluation on ``path``, and the tokenizer."""
+    trained = str(command["--actor.model_name_or_path"])
+    words = ["--model", trained, "--output", "out", "--eval.dataset", str(path)]
+    words += ["--eval.split", "train", "--data.input_key", "question", "--data.label_key", "answer"]
+    words += ["--reward.remote_url", str(command["--reward.remote_url"]), *more]
+    run, tokenizer, _ = evaluate.checked_inputs(
+        evaluate.checked_flags(evaluate.build_parser().parse_args(words)), trained
+    )
+    return [prompt for prompt, _ in questions_of(run, tokenizer, str(path), "train")], tokenizer
+
+
 @pytest.mark.parametrize(
     ("template", "flags", "expected"),
     [
@@ -85,12 +97,7 @@ def test_all_commands_read_the_same(
 
     assert loaded(command, prompt_dataset=path).prompts == [expected]
     asked = ask.prompt_of(checkpoint, "a?", ask.prompts.NONE)
-    words = ["--model", str(trained), "--output", str(tmp_path / "out"), "--eval.dataset", str(path)]
-    words += ["--eval.split", "train", "--data.input_key", "question", "--data.label_key", "answer"]
-    words += ["--reward.remote_url", str(command["--reward.remote_url"])]
-    evaluation = evaluate.checked_flags(evaluate.build_parser().parse_args(words))
-    run, tokenizer, _ = evaluate.checked_inputs(evaluation, str(trained))
-    [(evaluated, _)] = questions_of(run, tokenizer, str(path), "train")
+    [evaluated], tokenizer = evaluated_prompts(command, path)
     line = table(tmp_path / "rows.jsonl", [{"prompt": [{"role": "user", "content": "a?"}], "response": "b"}])
     [row] = RowFile(line, str(trained), 96, None).rows()
     assert [token_ids(tokenizer, asked), token_ids(tokenizer, evaluated), row.tokens[: row.first]] == [ids] * 3
@@ -133,6 +140,42 @@ def test_rows_have_variables_and_tools_of_their_own(chat: Any, tmp_path: Path) -
         "[user]a[/][assistant]",
         "[user]a[/][assistant]()|",
     ]
+
+
+def test_a_data_set_may_lack_a_column_that_another_has(
+    chat: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = chat(QWEN, tools_key="tools", chat_template_kwargs_key="chat") | {"--data.max_len": 512}
+    row = {"question": "a", "answer": "b"}
+    rich = table(tmp_path / "rich.jsonl", [row | {"tools": TOOLS, "chat": {"enable_thinking": False}}])
+    plain = table(tmp_path / "plain.jsonl", [row])
+    for name, held_out in ((rich, plain), (f"{plain},{rich}", rich)):
+        check(args := parse(argv_of(command | {"--data.prompt_dataset": name, "--eval.dataset": held_out})))
+        assert "plain.jsonl: no row has a column 'tools' (--data.tools_key)." in capsys.readouterr().err
+    with pytest.raises(UsageError, match="no row has a column 'tools'"):
+        check(parse(argv_of(command | {"--data.prompt_dataset": plain, "--eval.dataset": rich})))
+
+    keep_prompts(Path(args.actor.model_name_or_path), args)
+    assert evaluated_prompts(command, plain)[0] == ["[user]a[/][assistant]"]
+    assert "no row has a column 'tools'" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="no row has a column 'tools'"):
+        evaluated_prompts(command, plain, "--data.tools_key", "tools")
+
+
+def test_an_empty_text_takes_back_what_the_run_used(chat: Any, tmp_path: Path) -> None:
+    flags = {"chat_template_kwargs": '{"enable_thinking": false}', "system_prompt": "Be brief."}
+    command = chat(QWEN, **flags, chat_template_kwargs_key="chat", tools_key="tools")
+    args = parse(argv_of(command))
+    keep_prompts(Path(args.actor.model_name_or_path), args)
+    row = {"question": "a", "answer": "b", "tools": TOOLS, "chat": {"enable_thinking": False}}
+    path = table(tmp_path / "a.jsonl", [row])
+    back = [word for flag in ask.prompts.NONE for word in (f"--{flag}", "")]
+    assert evaluated_prompts(command, path, *back)[0] == ["[user]a[/][assistant]"]
+    assert ask.prompt_of(
+        Model(args.actor.model_name_or_path, "--model"), "a", dict.fromkeys(ask.prompts.NONE, "")
+    ) == ("[user]a[/][assistant]")
+    plain = dict.fromkeys((f"--{flag}" for flag in ask.prompts.NONE), "")
+    assert loaded(command | plain, prompt_dataset=path).prompts == ["[user]a[/][assistant]"]
 
 
 def test_a_row_keeps_its_own_system_message(chat: Any, tmp_path: Path) -> None:
