@@ -110,13 +110,8 @@ class Row:
 
     @property
     def num_actions(self) -> int:
+        """The response's length. Upstream's is up to the last action, an agent's environment included."""
         return int(self.mask[1:].sum())
-
-    @property
-    def span(self) -> int:
-        """Tokens from the first action to the last, which upstream calls the response's length."""
-        actions = np.flatnonzero(self.mask[1:])
-        return int(actions[-1] - actions[0]) + 1 if len(actions) else 0
 
     def experience(self, max_len: int) -> Experience:
         """The row as upstream's batch of one; what upstream has no field for stays behind."""
@@ -140,7 +135,7 @@ class Row:
             mm_train_inputs=[self.image_inputs if self.routes is None else {ROUTES: torch.from_numpy(self.routes)}],
             rewards=reward,
             scores=None if self.score is None else torch.tensor([self.score]),
-            response_length=torch.tensor([self.span]),
+            response_length=torch.tensor([self.num_actions]),
             truncated=torch.tensor([self.truncated]),
             total_length=torch.tensor([float(len(tokens))]),
             info=info,

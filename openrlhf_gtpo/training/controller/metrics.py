@@ -88,9 +88,10 @@ def _cut_off(status: Mapping[str, Any], args: SimpleNamespace) -> str | None:
     cut, rows = status["rollout/truncated_rate"], status["rollout/num_samples"]
     if cut < _MOSTLY:
         return None
-    limit = f"--rollout.max_new_tokens {args.rollout.max_new_tokens}"
-    if args.train.agent_func_path or not args.rollout.max_new_tokens:
-        limit = f"--data.max_len {args.data.max_len}"
+    longest, whole = args.rollout.max_new_tokens, f"--data.max_len {args.data.max_len}"
+    limit = f"--rollout.max_new_tokens {longest}" if longest else whole
+    if longest and args.train.agent_func_path:  # OpenRLHF's agents do not read the first
+        limit = f"{limit} in a turn, or {whole} in all,"
     return f"{cut * rows:.0f} of {rows:.0f} responses were cut off at {limit} before their end; give it more."
 
 
@@ -144,7 +145,7 @@ def eval_metrics(rows: Sequence[Row], sources: Sequence[str], samples_per_prompt
 
 def _lengths(prefix: str, rows: Sequence[Row]) -> dict[str, float]:
     return {
-        f"{prefix}response_length_mean": sum(row.span for row in rows) / len(rows),
+        f"{prefix}response_length_mean": sum(row.num_actions for row in rows) / len(rows),
         f"{prefix}truncated_rate": sum(row.truncated for row in rows) / len(rows),
     }
 

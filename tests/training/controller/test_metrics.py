@@ -88,6 +88,12 @@ def warnings(estimator: str, status: dict[str, float], *flags: str, outcome: tor
             ["--rollout.max_new_tokens", "32"],
             "58 of 64 responses were cut off at --rollout.max_new_tokens 32 before their end; give it more.",
         ),
+        (
+            "gtpo",
+            {"rollout/truncated_rate": 0.95},
+            ["--rollout.max_new_tokens", "32", "--data.max_len", "512", "--train.agent_func_path", "a.py"],
+            "61 of 64 responses were cut off at --rollout.max_new_tokens 32 in a turn, or --data.max_len 512 in all,",
+        ),
         ("gtpo", {"rollout/truncated_rate": 0.95}, ["--data.max_len", "512"], "61 of 64 responses were cut off at "
          "--data.max_len 512"),
     ],
@@ -119,9 +125,9 @@ def test_rewards_that_never_reach_the_threshold_are_named_with_it(
     assert found == "" if sentence is None else sentence in found
 
 
-def answered(questions: Sequence[Sequence[float]], span: int = 3) -> list[Row]:
+def answered(questions: Sequence[Sequence[float]], tokens: int = 3) -> list[Row]:
     """Rows with the rewards of each question's responses, the first of which is cut off."""
-    mask = np.array([False, True, False, True])[: span + 1]
+    mask = np.array([False, True, False, True])[: tokens + 1]
     return [
         Row("x", None, number, np.arange(len(mask)), mask, None, reward, None, truncated=place == 0)
         for number, rewards in enumerate(questions)
@@ -141,7 +147,7 @@ def test_a_question_of_two_data_sets_counts_in_both() -> None:
     sources = sources_of([(["x", "x"], ["a", "b"], [0, 0], None), (["y"], ["a"], [0], None)])
     expected = {"eval_x_pass2": 0.5, "eval_x_pass1": 0.25, "eval_y_pass2": 1.0, "eval_y_pass1": 1.0}
     for name in ("eval_x_", "eval_y_", "eval_"):
-        expected |= {f"{name}response_length_mean": 3.0, f"{name}truncated_rate": 0.5}
+        expected |= {f"{name}response_length_mean": 2.0, f"{name}truncated_rate": 0.5}
     logs = eval_metrics(answered([(1.0, 0.0), (0.0, 0.0), (1.0, 1.0)]), sources, 2)
     assert logs == expected | {"eval_num_samples": 6}
 
