@@ -1,6 +1,6 @@
 """A row, from the engine that samples it to the training step; and what an engine is asked for."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ class Request(NamedTuple):
     seed: tuple[int, ...] | None = None  # a response's seed is made of it; None: the engine's generator samples
     is_trained: bool = True  # whether the policy learns from the responses, as it does not in an evaluation
     engine: Any = None  # which is asked; None: the policy's engine that has least to do
+    variables: Mapping[str, Any] | None = None  # what the chat template was given for the prompt, for an agent's turns
 
 
 class Dropped(NamedTuple):

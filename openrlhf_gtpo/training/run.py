@@ -23,6 +23,7 @@ from openrlhf_gtpo.training.feature import Feature
 from openrlhf_gtpo.training.features import FEATURES
 from openrlhf_gtpo.training.settings import upstream_parser
 from openrlhf_gtpo.training.settings.guard import check_openrlhf, why_no_scheduler
+from openrlhf_gtpo.training.settings.prompts import template_variables
 from openrlhf_gtpo.training.settings.values import settle_paths
 
 
@@ -92,8 +93,12 @@ def check(args: SimpleNamespace) -> None:
     policy.check_vocabulary()
     shared_prompts.decide(args, [policy] if args.actor.backend == "megatron" else models)
     if args.rollout.is_sampled:
-        check_reward(args)
+        agent = check_reward(args)
         check_data(args, policy)  # every row's prompt and label
+        if agent is not None:
+            from openrlhf_gtpo.training.rollout.turns import check_turns
+
+            check_turns(agent, policy.tokenizer, template_variables(args.data.chat_template_kwargs))
     for feature in features_of(args):
         feature.check(policy)
     policy.check_weights()

@@ -16,6 +16,7 @@ from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.training.actors.strategy import Strategy
 from openrlhf_gtpo.training.rollout import sampler as sampler_module
 from openrlhf_gtpo.training.rollout.rewards import Patience, RewardFailed
+from openrlhf_gtpo.training.rollout.turns import template_variables
 from openrlhf_gtpo.training.rows import Row
 from tests.support.fake_engines import PROMPTS, Executor, sampling, seeds
 
@@ -80,6 +81,28 @@ def test_a_resumed_loader_goes_on_in_the_second_epoch(seen: int, workers: int) -
 
 def test_evaluation_is_not_shuffled() -> None:
     assert epoch(loader(1, shuffle=False)) == list(range(PROMPTS))
+
+
+def test_an_agent_is_told_the_variables_of_its_prompts_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a row of its own, else the run's, in training, in evaluation and of a prompt that a checkpoint kept."""
+
+    class Loader(list[Any]):
+        dataset = SimpleNamespace(variables={"1": {"tags": [1]}})
+
+    seen: dict[str, Any] = {}
+
+    def changed(prompt: str) -> dict[str, Any]:
+        seen[prompt] = dict(template_variables.get())
+        return {}
+
+    sampler = answering(monkeypatch, changed)
+    sampler.args.data.chat_template_kwargs = '{"enable_thinking": false}'
+    sampler._prompts, sampler._held_out = Loader(sampler._prompts), Loader(sampler._held_out[:2])
+    for sample in (sampler.sample, lambda: sampler.evaluate(1.0, 1)):
+        seen.clear()
+        sample()
+        assert seen.pop("1") == {"tags": [1]} and {*map(str, seen.values())} == {"{'enable_thinking': False}"}
+    assert sampler.request(("1", "1", None), 30).variables == {"tags": [1]}
 
 
 # ── Rows ──

@@ -11,7 +11,7 @@ from typing import Any
 from openrlhf_gtpo.algorithms import ESTIMATORS
 from openrlhf_gtpo.errors import UsageError, one_line
 from openrlhf_gtpo.training.checks.look import show_prompt
-from openrlhf_gtpo.training.checks.model import Model, token_ids
+from openrlhf_gtpo.training.checks.model import Model, special_texts, token_ids
 
 PROMPTS = "--data.prompt_dataset"
 _COLUMNS = ("data.tools_key", "data.chat_template_kwargs_key")  # flags of columns that a row may lack
@@ -109,6 +109,7 @@ def _check_rows(
     unseen = {flag: attrgetter(flag)(args) for flag in _COLUMNS if args.data.apply_chat_template}
     unseen = {flag: key for flag, key in unseen.items() if key}
     variables: set[str] = set()
+    marked: dict[int, str] = {}  # rows with a special token in the letters of their messages
     longest = args.rollout.max_new_tokens
     room = args.data.max_len - (longest or 1)
     keys = args.data.input_key, args.data.label_key
@@ -120,6 +121,11 @@ def _check_rows(
         except Exception as error:  # templates are programs
             raise UsageError(f"{where}: the prompt of row {row} cannot be made: {one_line(error)}") from error
         unseen = {flag: key for flag, key in unseen.items() if key not in data}
+        if args.data.apply_chat_template:
+            given = data[keys[0]]
+            text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, default=str)
+            if found := special_texts(tokenizer).search(text):
+                marked[row] = found[0]
         if not prompt or data[keys[0]] == "":
             raise UsageError(f"{where}: the prompt of row {row} is empty; drop that row.")
         if json_for:
@@ -145,4 +151,10 @@ def _check_rows(
             )
     if args.data.apply_chat_template:
         name_unread(variables, tokenizer)
+    for row, token in islice(marked.items(), 1):
+        print(
+            f"Note: {where}: {len(marked)} rows have the letters of special tokens in their messages, such as {token} "
+            f"in row {row}. The model reads the token, which may end a message; change them if that is not meant.",
+            file=sys.stderr,
+        )
     return {*unseen}

@@ -3,9 +3,10 @@
 import copy
 import json
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,22 @@ class Model:
                     f"{self}: {head} and {embedding} differ, and config.json says that they are one "
                     "(tie_word_embeddings); set it to false."
                 )
+
+
+@lru_cache
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """The texts of special tokens by id, also of those, such as a tool call's, that no name of the tokenizer's has."""
+    named = zip(tokenizer.all_special_ids, getattr(tokenizer, "all_special_tokens", ()), strict=False)
+    added = getattr(tokenizer, "added_tokens_decoder", {})  # of a fast or slow tokenizer, as against a processor
+    return dict(named) | {token: entry.content for token, entry in added.items() if entry.special}
+
+
+@lru_cache
+def special_texts(tokenizer: Any) -> re.Pattern[str]:
+    """Finds the letters of special tokens in a text, of which a tokenizer makes those tokens; but no single letter,
+    which is an ordinary token's too."""
+    texts = sorted((text for text in special_tokens(tokenizer).values() if len(text) > 1), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
 
 def token_ids(tokenizer: Any, text: str) -> list[int]:

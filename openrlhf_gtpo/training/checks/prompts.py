@@ -30,10 +30,23 @@ class Rows(list[dict[str, Any]]):
 
 
 class Prompts(PromptDataset):
-    """Upstream's prompts, made by :func:`prompt_and_label`."""
+    """Upstream's prompts, made by :func:`prompt_and_label`.
+
+    Attributes:
+        variables: by prompt, what the chat template was given, of rows that have variables of their own.
+    """
 
     def __init__(self, dataset: Any, tokenizer: Any, strategy: Any, input_template: str | None = None) -> None:
-        prompts_dataset.preprocess_data = lambda data, *_: prompt_and_label(data, strategy.args, tokenizer)
+        self.variables: dict[str, dict[str, Any]] = {}
+        own, args = strategy.args.data.chat_template_kwargs_key, strategy.args
+
+        def made(row: Mapping[str, Any], *_: Any) -> tuple[str, Any]:
+            prompt, label = prompt_and_label(row, args, tokenizer)
+            if own and row.get(own):
+                self.variables[prompt] = variables_of(row, args.data)
+            return prompt, label
+
+        prompts_dataset.preprocess_data = made
         try:
             super().__init__(dataset, tokenizer, strategy, input_template)
         except UsageError as error:

@@ -17,20 +17,20 @@ from openrlhf_gtpo.errors import UsageError, one_line
 from openrlhf_gtpo.training.host import connect
 
 
-def check_reward(args: SimpleNamespace) -> None:
+def check_reward(args: SimpleNamespace) -> Any:
     """Refuse an agent, reward function or server that cannot be used, of which the run would hear once it has
-    sampled."""
+    sampled. Returns the agent's ``AgentExecutor``; None without one."""
     urls = args.reward.remote_url
     if args.train.agent_func_path:
-        import_file(args.train.agent_func_path, "--train.agent_func_path", "AgentExecutor")
-    elif not urls:
-        return  # a model
-    elif len(urls) > 1 and any(url.endswith(".py") for url in urls):
+        return import_file(args.train.agent_func_path, "--train.agent_func_path", "AgentExecutor")
+    if not urls:
+        return None  # a model
+    if len(urls) > 1 and any(url.endswith(".py") for url in urls):
         raise UsageError(
             f"--reward.remote_url {','.join(urls)}: servers take turns, but OpenRLHF calls only one Python file; give "
             "one."
         )
-    elif urls[0].endswith(".py"):
+    if urls[0].endswith(".py"):
         import_reward(urls[0])
     else:
         for url in urls:
@@ -40,6 +40,7 @@ def check_reward(args: SimpleNamespace) -> None:
                 connect(url, 443 if url.startswith("https:") else 80)
             except (OSError, ValueError) as error:
                 raise UsageError(f"--reward.remote_url {url}: no reward server answers there ({error}).") from error
+    return None
 
 
 def import_reward(file: str) -> Callable[..., Any]:

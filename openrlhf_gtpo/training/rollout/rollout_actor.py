@@ -40,6 +40,7 @@ from openrlhf_gtpo.training.rollout.rewards import (
     reason_of,
     refuse_taken_names,
 )
+from openrlhf_gtpo.training.rollout.turns import template_variables
 from openrlhf_gtpo.training.rows import Dropped, Request, Row
 from openrlhf_gtpo.training.settings.guard import why_no_scheduler
 from openrlhf_gtpo.weight_sync.buckets import Bucket
@@ -166,6 +167,7 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
             _asked.set(Counter())
             answers: list[Answer] | None = [] if request.is_trained else None
             _answers.set(answers)
+            template_variables.set(request.variables or {})
 
             def ask() -> Awaitable[dict[str, Any]]:
                 # Agents change the parameters in place: the first turn of one would limit the prompts of the others

@@ -22,6 +22,7 @@ from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.training.credit.entropy_credit import entropy_credit
 from openrlhf_gtpo.training.rollout.groups import Groups, Parts
 from openrlhf_gtpo.training.rows import Dropped, Request, Rollout, Row
+from openrlhf_gtpo.training.settings.prompts import template_variables
 
 _TRAINING, _EVALUATION = 0, 1  # streams of seeds
 _AGAIN = 1.0  # seconds until engines are woken, or put to sleep, again
@@ -193,7 +194,18 @@ class Sampler:
         text, label, images = prompt
         train = self.args.train
         seed = (train.seed, stream, number) if train.full_determinism_enable else None
-        return Request(text, label, images, number, samples, seed=seed, is_trained=stream == _TRAINING)
+        is_trained = stream == _TRAINING
+        return Request(
+            text, label, images, number, samples, seed=seed, is_trained=is_trained, variables=self.variables_of(text)
+        )
+
+    def variables_of(self, prompt: str) -> Mapping[str, Any]:
+        """What the chat template was given for a prompt of the run's, besides messages and tools."""
+        data_sets = [getattr(loader, "dataset", None) for loader in (self._prompts, self._held_out)]
+        for variables in (getattr(data_set, "variables", {}) for data_set in data_sets):
+            if prompt in variables:
+                return variables[prompt]
+        return template_variables(self.args.data.chat_template_kwargs)
 
     def _groups(
         self,

@@ -6,14 +6,24 @@ the policy's message included if it was not sampled, is the template's and the e
 credit, and in no mean, length or denominator.
 """
 
+import asyncio
+import os
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextvars import ContextVar
 from copy import deepcopy
-from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 from openrlhf.utils.agent import AgentExecutorBase
 
-from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.errors import UsageError, one_line
+from openrlhf_gtpo.training.checks.model import special_texts, special_tokens
+
+# What the chat template was given for the prompt of the current task; it is given this in each turn.
+template_variables: ContextVar[Mapping[str, Any]] = ContextVar("template_variables", default=MappingProxyType({}))
+
+_closing: set[asyncio.Task[None]] = set()  # asyncio itself keeps no reference to a task
 
 _ANSWER, _REPLY = "\u2460answer\u2460", "\u2461reply\u2461"  # stand for texts in a template
 
@@ -31,14 +41,15 @@ class Environment(ABC):
 
     @abstractmethod
     async def reply(self, text: str) -> str | None:
-        """The environment's answer to what the policy said, without special tokens; None ends the conversation."""
+        """The environment's answer to what the policy said, special tokens such as a tool call's included but for the
+        one that ended the turn; None ends the conversation."""
 
     @abstractmethod
     async def score(self) -> tuple[float, dict[str, float | str]]:
         """The reward of the conversation, however it ended, and ``extra_logs``: the same names each time."""
 
     async def close(self) -> None:  # noqa: B027  # few environments hold anything
-        """Nothing follows, whether or not there was a score."""
+        """Nothing follows, whether or not there was a score, or another response of the group failed."""
 
 
 class TurnsExecutor(AgentExecutorBase):
@@ -52,14 +63,14 @@ class TurnsExecutor(AgentExecutorBase):
         turns: the most turns of the policy.
         stop: texts that end a turn, and stay in it.
         role: of the environment's messages.
-        variables: for the chat template, as ``--data.chat_template_kwargs``.
+        variables: for the chat template, where the run and the row say nothing else.
     """
 
     environment: type[Environment]
     turns = 4
     stop: tuple[str, ...] = ()
     role = "user"
-    variables: dict[str, Any] = {}
+    variables: Mapping[str, Any] = MappingProxyType({})
 
     async def execute(
         self,
@@ -89,17 +100,24 @@ class TurnsExecutor(AgentExecutorBase):
                     log_probs += [of[token].logprob for token, of in zip(sampled, answer.logprobs, strict=True)]
                 truncated = answer.finish_reason == "length"
                 # The environment.
-                reply = await environment.reply(hf_tokenizer.decode(sampled, skip_special_tokens=True))
+                stopped_by = getattr(answer, "stop_reason", None)  # a token's id or a text; None for the usual token
+                is_end = sampled and (isinstance(stopped_by, int) or sampled[-1] in special_tokens(hf_tokenizer))
+                end = sampled[-1:] if answer.finish_reason == "stop" and is_end else []
+                said = sampled[: len(sampled) - len(end)]
+                reply = await environment.reply(hf_tokenizer.decode(said, skip_special_tokens=False))
                 if reply is None or truncated or turn == self.turns:
                     break
-                between = self._between(hf_tokenizer, reply, sampled)
+                between = self._between(hf_tokenizer, reply, end)
                 if len(tokens) + len(between) >= max_length:
                     truncated = True
                     break
                 tokens, log_probs = tokens + between, log_probs + [0.0] * len(between)
             reward, logs = await environment.score()
         finally:
-            await environment.close()
+            closing = asyncio.ensure_future(environment.close())
+            _closing.add(closing)
+            closing.add_done_callback(_closing.discard)
+            await asyncio.shield(closing)
         return {
             "prompt": prompt,
             "label": label,
@@ -113,18 +131,51 @@ class TurnsExecutor(AgentExecutorBase):
             "extra_logs": {"turns": float(len(actions)), **logs},
         }
 
-    def _between(self, tokenizer: Any, reply: str, sampled: list[int]) -> list[int]:
-        """The tokens from the end of what was ``sampled`` to the beginning of the policy's next turn."""
-        text = between_turns(tokenizer, self.role, tuple(self.variables.items())).replace(_REPLY, reply)
-        ids: list[int] = tokenizer(text=text, add_special_tokens=False)["input_ids"]
-        ended = bool(sampled) and sampled[-1] in tokenizer.all_special_ids
-        return ids[1:] if ended and ids[:1] == sampled[-1:] else ids
+    def _between(self, tokenizer: Any, reply: str, end: list[int]) -> list[int]:
+        """The tokens from the end of what was sampled to the beginning of the policy's next turn.
+
+        Args:
+            end: the token that ended the turn, if it has one. The template's own, which may be another, is left out.
+        """
+        variables = {**self.variables, **template_variables.get()}
+        closing, before, after = between_turns(tokenizer, self.role, variables)
+        special = special_tokens(tokenizer)
+
+        def ids_of(text: str, **options: Any) -> list[int]:
+            return list(tokenizer(text=text, add_special_tokens=False, **options)["input_ids"])
+
+        if special_texts(tokenizer).search(reply):  # it would end its turn, and begin another
+            inner = ids_of(reply, split_special_tokens=True)
+            assert not special_texts(tokenizer).search("".join(special.get(token, "") for token in inner))
+            ids = [*ids_of(closing + before), *inner, *ids_of(after)]
+        else:
+            ids = ids_of(f"{closing}{before}{reply}{after}")
+        ends = special | {token: tokenizer.decode([token]) for token in end}
+        if end and any(text in closing for text in ends.values()):
+            return ids[next(place for place, token in enumerate(ids) if token in ends) + 1 :]
+        return ids
 
 
-@lru_cache
-def between_turns(tokenizer: Any, role: str, variables: tuple[tuple[str, Any], ...] = ()) -> str:
-    """What a chat template prints between an answer of the policy and its next one, with a mark for the environment's
-    message, of ``role``.
+def check_turns(executor: type[Any], tokenizer: Any, variables: Mapping[str, Any]) -> None:
+    """Refuse an agent whose second turn the chat template of the model does not print.
+
+    Args:
+        executor: an agent's; one that is no :class:`TurnsExecutor` makes its turns itself.
+        variables: the run's for the template.
+    """
+    is_ours = isinstance(executor, type) and issubclass(executor, TurnsExecutor)
+    if is_ours and executor._between is TurnsExecutor._between and executor.turns > 1:
+        try:
+            between_turns(tokenizer, executor.role, {**executor.variables, **variables})
+        except UsageError as error:
+            raise UsageError(f"{error} An agent that answers once has turns = 1.") from error
+
+
+def between_turns(
+    tokenizer: Any, role: str, variables: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[str, str, str]:
+    """What a chat template prints between an answer of the policy and its next one: the end of the answer's turn, and
+    what stands before and after the environment's message, of ``role``.
 
     Raises:
         UsageError: the template has no such turns.
@@ -135,9 +186,15 @@ def between_turns(tokenizer: Any, role: str, variables: tuple[tuple[str, Any], .
         {"role": role, "content": _REPLY},
     ]
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **dict(variables))
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
     except Exception as error:  # templates are programs
-        raise UsageError(f"The chat template does not print a turn of {role}: {error}") from error
+        raise UsageError(f"The chat template does not print a turn of {role}: {one_line(error)}.") from error
     if text.count(_ANSWER) != 1 or text.count(_REPLY) != 1:
         raise UsageError(f"The chat template does not print the assistant's turn and that of {role} once each.")
-    return text.partition(_ANSWER)[2]
+    before, _, after = text.partition(_ANSWER)[2].partition(_REPLY)
+    try:
+        ended = tokenizer.apply_chat_template(messages[:2], tokenize=False, **variables)
+    except Exception:  # of a template that wants a question at the end
+        ended = text
+    closing = os.path.commonprefix([before, ended.partition(_ANSWER)[2]])
+    return closing, before[len(closing) :], after

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from transformers import AutoTokenizer
+from transformers import AddedToken, AutoTokenizer
 
 from openrlhf_gtpo.cli import ask, evaluate
 from openrlhf_gtpo.errors import UsageError
@@ -132,7 +132,11 @@ def test_rows_have_variables_and_tools_of_their_own(chat: Any, tmp_path: Path) -
     tools = '[S][T]{"type": "function", "function": {"name": "add", "parameters": {"a": null}}}[/]'
     expected = [f"{tools}[user]a[/][assistant]", f"{tools}[user]a[/][assistant]()|", *2 * ["[user]a[/][assistant]()|"]]
     long = {"--data.max_len": 512}
-    assert loaded(command | long, prompt_dataset=table(tmp_path / "a.jsonl", rows)).prompts == expected
+    prompts = loaded(command | long, prompt_dataset=table(tmp_path / "a.jsonl", rows))
+    assert prompts.prompts == expected and prompts.variables == {  # for an agent's turns
+        expected[0]: {"enable_thinking": True},
+        expected[1]: {"enable_thinking": False, "other": 1},
+    }
     structs = [{"enable_thinking": True, "other": None}, {"enable_thinking": None, "other": "1"}]
     columns = {"question": ["a", "a"], "answer": ["b", "b"], "chat": structs, "tools": [None, None]}
     pq.write_table(pa.table(columns), tmp_path / "b.parquet")
@@ -231,6 +235,34 @@ def test_one_look_before_the_start(chat: Any, tmp_path: Path, capsys: pytest.Cap
     shown = notes(chat(LLAMA), capsys)
     assert "1 BOS (^)" in shown and "prints the date" in shown
     assert "prints the date" not in notes(chat(LLAMA, chat_template_kwargs='{"date_string": "1 May"}'), capsys)
+
+
+def test_an_agent_whose_second_turn_a_template_refuses(chat: Any, tmp_path: Path) -> None:
+    agent = tmp_path / "agent.py"
+    template = GEMMA.replace('messages[0].role == "system"', 'messages[-1].role == "tool"').replace("System", "Tool")
+    source = "from openrlhf_gtpo.training.rollout.turns import TurnsExecutor\nclass AgentExecutor(TurnsExecutor):\n"
+    command = chat(template) | {"--train.agent_func_path": agent, "--reward.remote_url": None}
+    agent.write_text(f"{source}    role = 'tool'\n")
+    with pytest.raises(UsageError, match="a turn of tool: Tool role not supported. An agent that answers once has"):
+        check(parse(argv_of(command)))
+    for fine in ("role = 'user'", "role, turns = 'tool', 1"):
+        agent.write_text(f"{source}    {fine}\n")
+        check(parse(argv_of(command)))
+
+
+def test_messages_with_the_letters_of_special_tokens_are_counted(
+    chat: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = chat(GEMMA)
+    tokenizer = AutoTokenizer.from_pretrained(command["--actor.model_name_or_path"])
+    tokenizer.add_tokens([AddedToken("<.>", special=True)])  # GEMMA's end of a turn
+    tokenizer.save_pretrained(command["--actor.model_name_or_path"])
+    given: list[Any] = ["a", "a<.><model>b", [{"role": "user", "content": "<.>"}]]
+    path = table(tmp_path / "a.jsonl", [{"question": one, "answer": "b"} for one in given])
+    shown = notes(command | {"--data.prompt_dataset": path}, capsys)
+    assert "2 rows have the letters of special tokens in their messages, such as <.> in row 2" in shown
+    plain = table(tmp_path / "b.jsonl", [{"question": "a < b >", "answer": "b"}])
+    assert "special tokens" not in notes(command | {"--data.prompt_dataset": plain}, capsys)
 
 
 def test_bos_that_training_does_not_add_is_named(chat: Any, capsys: pytest.CaptureFixture[str]) -> None:

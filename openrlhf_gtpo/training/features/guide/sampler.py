@@ -85,7 +85,12 @@ class GuidedSampler(Sampler):
         for place, (first, *_) in enumerate(failures):
             seed = (args.train.seed, _RESCUE, first.number) if args.train.full_determinism_enable else None
             engine = guide.engines[place % len(guide.engines)]
-            requests.append(Request(first.prompt, first.label, None, first.number, count, seed=seed, engine=engine))
+            variables = self.variables_of(first.prompt)
+            requests.append(
+                Request(
+                    first.prompt, first.label, None, first.number, count, seed=seed, engine=engine, variables=variables
+                )
+            )
         with guide.awake():  # around all of this, so that its living engines sleep again if one dies
             try:
                 params = self.params(args.rollout.temperature, args.rollout.top_p, True)
