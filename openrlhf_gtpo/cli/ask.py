@@ -66,8 +66,11 @@ def prompt_of(checkpoint: "Model", question: str, given: Mapping[str, Any]) -> s
     """The text that the model reads; ``given`` as for :func:`answer`."""
     from openrlhf_gtpo.training.checks.prompts import name_unread, prompt_and_label
 
+    kept = prompts.kept_prompts(checkpoint.folder)
+    if agent := kept.get(prompts.AGENT):
+        print(f"The model was trained with the agent {agent}, and is asked without it, once.", file=sys.stderr)
     flags = {**prompts.NONE, "data.apply_chat_template": None, "data.input_template": None, **given}
-    if not prompts.kept_prompts(checkpoint.folder):
+    if not kept:
         flags["data.apply_chat_template"] = checkpoint.tokenizer.chat_template is not None
     settings = {flag.removeprefix("data."): v for flag, v in prompts.filled(flags, checkpoint.folder).items()}
     data = SimpleNamespace(**{**settings, "input_key": "question", "label_key": None})

@@ -2,11 +2,11 @@
 
 Asks a model each question of some data sets several times, through vLLM, and prints mean@k, pass@k (unbiased), best@k,
 majority@k, lengths and how many answers were cut off, each with its standard error over questions. Flags that training
-has too mean the same here. DIR gets a file of answers for each data set, each question's scores as scores.json, and
-the table as table.md and summary.json; after an interruption, the same command resumes. A model that this package has
-trained is asked as in its training, but for what flags of prompts say. majority@k needs a reward file with a second
-function beside `reward_func`: `answer_of`, with the same arguments, returns an answer as text or None. Those of
-`openrlhf_gtpo.tasks` have it.
+has too mean the same here, --train.agent_func_path in the place of a reward among them. DIR gets a file of answers for
+each data set, each question's scores as scores.json, and the table as table.md and summary.json; after an
+interruption, the same command resumes. A model that this package has trained is asked as in its training, but for what
+flags of prompts say. majority@k needs a reward file with a second function beside `reward_func`: `answer_of`, with the
+same arguments, returns an answer as text or None. Those of `openrlhf_gtpo.tasks` have it.
 """
 
 import argparse
@@ -53,7 +53,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--eval.split", default="test", help="split of each data set")
     add("--eval.n_samples_per_prompt", type=int, default=32, metavar="K", help="answers to each question")
     add("--eval.temperature", type=float, default=1.0, help="sampling temperature; with 0 every answer is the same")
-    add("--reward.remote_url", required=True, metavar="FILE", help="a Python file with OpenRLHF's reward_func")
+    add("--reward.remote_url", metavar="FILE", help="a Python file with OpenRLHF's reward_func")
+    agent = "a Python file with an AgentExecutor, in the place of a reward (of a trained model: its own)"
+    add("--train.agent_func_path", metavar="FILE", help=agent)
     add("--success_threshold", type=float, default=1.0, help="an answer with at least this reward is correct")
     add("--data.input_key", default="input", help="column of the questions")
     add("--data.label_key", help="column of the labels that the reward gets")
@@ -172,17 +174,29 @@ def checked_flags(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def checked_inputs(flags: dict[str, Any], model: str) -> tuple[Any, Any, Callable[..., Any]]:
-    """Return ``flags`` as OpenRLHF's nested arguments, the tokenizer of ``model``, and the reward function; UsageError
-    if questions or reward cannot be used."""
+    """Return ``flags`` as OpenRLHF's nested arguments, the tokenizer of ``model``, and the reward function or the
+    agent, whose file is then among the arguments; UsageError if questions, reward or agent cannot be used."""
     from openrlhf.utils.config import hierarchize
 
     from openrlhf_gtpo.training.checks.data import check_dataset
     from openrlhf_gtpo.training.checks.model import Model
-    from openrlhf_gtpo.training.checks.reward import import_reward
+    from openrlhf_gtpo.training.checks.reward import import_reward, load_agent
+    from openrlhf_gtpo.training.rollout.turns import check_turns
 
     checkpoint = Model(model, "--model")
     checkpoint.check_weights()
     before, flags = flags, prompts.filled(flags, Path(model))
+    file, trained_with = flags["reward.remote_url"], prompts.kept_prompts(Path(model)).get(prompts.AGENT)
+    agent = flags[prompts.AGENT] = flags[prompts.AGENT] or (None if file else trained_with)
+    if file and agent:
+        raise UsageError(f"With --{prompts.AGENT} no --reward.remote_url is read; leave one of them out.")
+    if not (file or agent):
+        raise UsageError(
+            "Nothing grades an answer; give a --reward.remote_url, or an agent's --train.agent_func_path."
+        )
+    if trained_with and agent != trained_with:
+        how = f"with {agent}" if agent else f"without it, once; --{prompts.AGENT} {trained_with} plays it"
+        print(f"The model was trained with the agent {trained_with}, and is asked {how}.", file=sys.stderr)
     if taken := [f"--{name} {value}" for name, value in flags.items() if value and not before[name]]:
         print(f"As in the model's training: {', '.join(taken)}.", file=sys.stderr)
     trained_at = prompts.kept_prompts(Path(model)).get("rollout.temperature", flags["eval.temperature"])
@@ -197,7 +211,11 @@ def checked_inputs(flags: dict[str, Any], model: str) -> tuple[Any, Any, Callabl
     run.use_ms = False  # ModelScope
     given = [flag for flag, value in before.items() if value is not None]  # what training had, a data set may lack
     check_dataset(run, checkpoint.tokenizer, flags["eval.dataset"], flags["eval.split"], "--eval.dataset", needs=given)
-    return run, checkpoint.tokenizer, import_reward(flags["reward.remote_url"])
+    if not agent:
+        return run, checkpoint.tokenizer, import_reward(file)
+    executor = load_agent(agent)
+    check_turns(type(executor), checkpoint.tokenizer, prompts.template_variables(run.data.chat_template_kwargs))
+    return run, checkpoint.tokenizer, executor
 
 
 def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> None:
@@ -205,10 +223,14 @@ def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> 
 
     from openrlhf_gtpo.algorithms import success
     from openrlhf_gtpo.scoring.answers import answer, load_engine, questions_of, read_answers
+    from openrlhf_gtpo.scoring.conversations import Conversations
 
     # One file of answers for each data set, beside the scores of an earlier call.
     run, tokenizer, reward = checked_inputs(flags, model)
-    source = flags["reward.remote_url"]
+    agent = run.train.agent_func_path
+    source = agent or flags["reward.remote_url"]
+    variables: dict[str | None, Any] = {None: prompts.template_variables(run.data.chat_template_kwargs)}
+    converse = Conversations(reward, agent, tokenizer, variables) if agent else None
     sets = [name.strip() for name in flags["eval.dataset"].split(",")]
     sources = [Path(name.partition("@")[0]) for name in sets]
     paths = [args.output / f"{place.stem if place.is_file() else place.name}.jsonl" for place in sources]
@@ -228,7 +250,7 @@ def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> 
     for name, path in zip(sets, paths, strict=True):
         if path in work:
             raise UsageError(f"--eval.dataset {flags['eval.dataset']}: two of them would be written to {path}.")
-        questions = questions_of(run, tokenizer, name, flags["eval.split"])
+        questions = questions_of(run, tokenizer, name, flags["eval.split"], variables)
         settings = {
             "model": args.model,
             "weights": _digest(*_weights(Path(args.model))),
@@ -249,7 +271,7 @@ def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> 
         engine = load_engine(model, flags)
     scores = {}
     for path, (questions, settings, rows) in work.items():
-        answered = answer(engine, questions, rows, reward, answer_of, source, path, settings)
+        answered = answer(engine, questions, rows, reward, answer_of, source, path, settings, converse)
         correct = [success(torch.tensor(row["scores"]), args.success_threshold).tolist() for row in answered]
         scores[path.stem] = per_question(answered, correct)
     used = {

@@ -20,6 +20,7 @@ from openrlhf_gtpo.errors import TrainingStopped, UsageError
 from openrlhf_gtpo.report.metrics import Rows, read_runs
 from openrlhf_gtpo.tools.experiment.grid import Grid, places, read_grid, words
 from openrlhf_gtpo.tools.experiment.runner import check_folders, has_checkpoint, is_finished, is_trained, run_all
+from openrlhf_gtpo.training.settings.prompts import AGENT
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,8 +94,14 @@ def _check(grid: Grid) -> None:
             evaluation = parser.parse_args([*words(grid.evaluate), "--model", "MODEL", "--output", "OUTPUT"])
             flags = evaluate.checked_flags(evaluation)
             trained = (run.folder / "model" for run in grid.runs if is_trained(run) and not is_finished(run, grid))
-            for model in {args.actor.model_name_or_path for args in parsed.values()} | {*map(str, trained)}:
-                evaluate.checked_inputs(flags, model)
+            models = {(args.actor.model_name_or_path, untrained[at].flags.get(AGENT)) for at, args in parsed.items()}
+            for model, agent in models | {(str(folder), None) for folder in trained}:
+                own, rewarded = agent and AGENT not in grid.evaluate, "reward.remote_url" in grid.evaluate
+                if own and rewarded:
+                    print(
+                        f"Models are trained with the agent {agent} and evaluated without it, once.", file=sys.stderr
+                    )
+                evaluate.checked_inputs(flags | {AGENT: agent} if own and not rewarded else flags, model)
 
 
 def _refuse(message: str) -> NoReturn:

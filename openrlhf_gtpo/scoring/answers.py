@@ -23,17 +23,22 @@ from openrlhf_gtpo.errors import TrainingStopped, UsageError
 BATCH = 64  # the most questions whose answers an interruption can lose
 
 
-def questions_of(run: SimpleNamespace, tokenizer: Any, name: str, split: str) -> list[tuple[str, Any]]:
+def questions_of(
+    run: SimpleNamespace, tokenizer: Any, name: str, split: str, variables: dict[str | None, Any] | None = None
+) -> list[tuple[str, Any]]:
     """Each question of a data set as the model is to read it, and its label, both as in training.
 
     Args:
         run: arguments with training's ``data``.
+        variables: gets what the chat template was given, by prompt, where a row has variables of its own.
     """
     from openrlhf_gtpo.training.checks.prompts import Prompts, blending_datasets
 
     strategy = SimpleNamespace(args=run, print=lambda *_: None, is_rank_0=lambda: False)
     rows = blending_datasets(name, None, strategy, max_count=run.data.max_samples, dataset_split=split)
     prompts = Prompts(rows, tokenizer, strategy, input_template=run.data.input_template)
+    if variables is not None:
+        variables.update(prompts.variables)
     return list(zip(prompts.prompts, prompts.labels, strict=True))
 
 
@@ -106,6 +111,7 @@ def answer(
     source: str,
     path: Path,
     settings: Mapping[str, Any],
+    converse: Callable[..., list[dict[str, Any]]] | None = None,
 ) -> list[dict[str, Any]]:
     """Answer the ``questions`` after those in ``rows``, and append a line for each to ``path``.
 
@@ -118,6 +124,7 @@ def answer(
         source: the file that both are from.
         settings: ``n``, ``temperature``, ``top_p``, ``max_tokens`` and ``seed``; each request's seed is made from
             ``seed``, and a new file begins with all settings.
+        converse: makes the lines of a batch with an agent, in the place of a reward (``scoring.conversations``).
 
     Returns:
         a line for each question: ``responses``, ``scores``, ``lengths`` in tokens, ``cut_off`` before their end;
@@ -134,11 +141,16 @@ def answer(
         with tqdm(total=len(questions), initial=len(rows), unit="question", desc=path.stem, disable=None) as progress:
             for start in range(0, len(remaining), BATCH):
                 batch = remaining[start : start + BATCH]
-                sampled = _sample(engine, batch, settings)
-                for (_, question), result in zip(batch, sampled, strict=True):
-                    row = _graded(engine, question, result, reward, answer_of, source, threads)
-                    file.write(json.dumps(row) + "\n")
-                    rows.append(row)
+                if converse is None:
+                    sampled = _sample(engine, batch, settings)
+                    new = [
+                        _graded(engine, question, result, reward, answer_of, source, threads)
+                        for (_, question), result in zip(batch, sampled, strict=True)
+                    ]
+                else:
+                    new = converse(engine, batch, settings)
+                file.writelines(json.dumps(row) + "\n" for row in new)
+                rows += new
                 file.flush()
                 os.fsync(file.fileno())
                 progress.update(len(batch))
@@ -199,15 +211,19 @@ def _graded(
         "scores": scores,
         "lengths": [len(output.token_ids) for output in outputs],
         "cut_off": [output.finish_reason == "length" for output in outputs],
-        "entropies": _mean_entropies(outputs),
+        "entropies": mean_entropies([[output] for output in outputs]),
         "answers": answers,
     }
 
 
-def _mean_entropies(outputs: Sequence[Any]) -> list[float] | None:
+def mean_entropies(responses: Sequence[Sequence[Any]]) -> list[float] | None:
+    """Each response's entropy in nats, the mean over the tokens of vLLM's outputs that it is made of; None if one was
+    not asked for or not reported."""
     from openrlhf_gtpo.training.features.sampler_entropy.answers import entropies
 
-    if any(output.logprobs is None for output in outputs):  # not requested
+    if any(output.logprobs is None for outputs in responses for output in outputs):  # not requested
         return None
-    means = [float(entropies(output.logprobs.ranks).mean()) for output in outputs]
+    means = [
+        float(np.concatenate([entropies(output.logprobs.ranks) for output in outputs]).mean()) for outputs in responses
+    ]
     return None if np.isnan(means).any() else means

@@ -3,7 +3,9 @@
 import json
 import math
 import os
+import re
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +14,17 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 from vllm.logprobs import FlatLogprobs
 
 from openrlhf_gtpo import platform
-from openrlhf_gtpo.cli import evaluate, prepare
+from openrlhf_gtpo.cli import ask, evaluate, prepare
 from openrlhf_gtpo.errors import TrainingStopped, UsageError
 from openrlhf_gtpo.scoring import answers
 from openrlhf_gtpo.tasks import reasoning_gym_reward, tiny_model
+from openrlhf_gtpo.training.checks.model import Model
 from openrlhf_gtpo.training.features.sampler_entropy.answers import ENTROPY_TAG
+from openrlhf_gtpo.training.settings.prompts import NONE
 
 SETTINGS = {"n": 2, "temperature": 1.0, "top_p": 1.0, "max_tokens": 4, "seed": 1}
 QUESTIONS = [(f"What is {number}?", str(number)) for number in range(5)]
@@ -94,6 +99,103 @@ def test_an_answer_has_the_mean_entropy_of_its_tokens(tmp_path: Path) -> None:
     settings = SETTINGS | {"temperature": 0, "n": 1}
     greedy = answers.answer(Engine(half), QUESTIONS, [], reward, None, __file__, tmp_path / "greedy", settings)
     assert [row["entropies"] for row in greedy] == [None] * 5
+
+
+AGENT = """
+from openrlhf_gtpo.training.rollout.turns import Environment, TurnsExecutor, template_variables
+
+closed = []
+
+
+class Ask(Environment):
+    said = ""
+
+    async def reply(self, text):
+        self.said += text
+        if text == "!":
+            raise ConnectionError("nobody there")
+        return "More?" if len(self.said) < 2 else None
+
+    async def score(self):
+        return float(self.label in self.prompt), {"mood": template_variables.get()["mood"]}
+
+    async def close(self):
+        closed.append(self.prompt)
+
+
+class AgentExecutor(TurnsExecutor):
+    environment = Ask
+"""
+
+
+class TurnsEngine(Engine):
+    """Answers a turn with the last digit of its seed and an end."""
+
+    says = ""
+
+    def generate(self, prompts: list[Any], params: list[Any], use_tqdm: bool) -> list[Any]:
+        tokenizer, results = self.tokenizer, []
+        for param in params:
+            tokens = tokenizer(self.says or str(param.seed % 10), add_special_tokens=False)["input_ids"]
+            tokens += [tokenizer.eos_token_id]
+            count = len(tokens)
+            assert param.logprobs == 0 and param.min_tokens == 1  # as in training
+            places = [*range(count)], [*range(1, count + 1)], tokens, [-1.0] * count, [self.rank] * count
+            flat = FlatLogprobs(*places, [None] * count)
+            output = SimpleNamespace(token_ids=tokens, finish_reason="stop", stop_reason=None, logprobs=flat)
+            results.append(SimpleNamespace(outputs=[output]))
+        return results
+
+
+def test_an_agent_is_played_as_in_training(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """One that the model was trained with, unless a reward is given. The engine is a stand-in."""
+    model, agent = shutil.copytree(place / "model", tmp_path / "model"), tmp_path / "asking.py"
+    agent.write_text(AGENT)
+    kept = NONE | {"data.apply_chat_template": True, "data.input_template": None, "rollout.temperature": 1.0}
+    kept |= {"data.chat_template_kwargs": '{"mood": "dull"}', "train.agent_func_path": str(agent)}
+    (model / "prompts.json").write_text(json.dumps(kept))
+    half = ENTROPY_TAG + int(np.float32(0.5).view(np.uint32))
+    engine = TurnsEngine(half)
+    engine.tokenizer = AutoTokenizer.from_pretrained(model)
+    monkeypatch.setattr(answers, "load_engine", lambda *_: engine)
+    flags = {"model": model, "eval.dataset": place / "task" / "eval.jsonl", "data.label_key": "label"}
+    words = command(tmp_path, "one", **flags)
+    del words[words.index("--reward.remote_url") : words.index("--reward.remote_url") + 2]
+    assert evaluate.main(words) == 0, capsys.readouterr().err
+    assert f"--train.agent_func_path {agent}" in capsys.readouterr().err
+    first, *rows = map(json.loads, (tmp_path / "one" / "eval.jsonl").read_text().splitlines())
+    assert len(rows) == 4 and first["settings"]["n"] == 4
+    for row in rows:
+        assert row["lengths"] == [4] * 4 and row["cut_off"] == [False] * 4 and row["entropies"] == [0.5] * 4
+        for response in row["responses"]:
+            assert re.fullmatch(
+                r"\d<\|im_end\|>\n<\|im_start\|>user\nMore\?.*assistant\n\d<\|im_end\|>", response, re.S
+            )
+    assert len({response for row in rows for response in row["responses"]}) > 1  # each turn has a seed of its own
+
+    monkeypatch.setattr(answers, "BATCH", 1)  # beside others or not
+    again = [word if word != str(tmp_path / "one") else str(tmp_path / "two") for word in words]
+    assert evaluate.main(again) == 0
+    assert (tmp_path / "two" / "eval.jsonl").read_text() == (tmp_path / "one" / "eval.jsonl").read_text()
+
+    engine.says = "!"
+    again = [word if word != str(tmp_path / "one") else str(tmp_path / "three") for word in words]
+    capsys.readouterr()
+    assert evaluate.main(again) == 1
+    assert f"Could not get a response from {agent}: ConnectionError: nobody there ({agent}, line " in (
+        capsys.readouterr().err
+    )
+    assert len(sys.modules["asking"].closed) == 4  # of the only question
+
+    monkeypatch.setattr(answers, "load_engine", lambda *_: Engine())
+    flags["eval.n_samples_per_prompt"] = 2
+    assert evaluate.main(command(tmp_path, "once", **flags | {"data.label_key": "scorer_label"})) == 0
+    assert f"trained with the agent {agent}, and is asked without it, once" in capsys.readouterr().err
+    ask.prompt_of(Model(str(model), "MODEL"), "a?", NONE)
+    assert f"trained with the agent {agent}, and is asked without it, once" in capsys.readouterr().err
+    assert evaluate.main([*command(tmp_path, "both", **flags), "--train.agent_func_path", str(agent)]) == 2
 
 
 def test_answers_with_other_settings_are_refused(tmp_path: Path) -> None:

@@ -88,12 +88,13 @@ PROMPTS = Group(
 )
 
 NONE: Mapping[str, Any] = {setting.flag: setting.default for setting in PROMPTS.settings}
+AGENT = "train.agent_func_path"
 _KEPT = ("data.apply_chat_template", "data.input_template", *NONE, "rollout.temperature")
 
 
 def keep_prompts(folder: Path, args: SimpleNamespace) -> None:
     """Write how a run with the arguments ``args`` makes and asks its prompts into the ``folder`` of its model."""
-    kept = {flag: attrgetter(flag)(args) for flag in _KEPT}
+    kept = {flag: attrgetter(flag)(args) for flag in (*_KEPT, AGENT)}
     (folder / FILE).write_text(json.dumps(kept, ensure_ascii=False, indent=1) + "\n", "utf-8")
 
 
@@ -109,7 +110,7 @@ def kept_prompts(folder: Path) -> dict[str, Any]:
         return {}
     try:
         kept = json.loads(path.read_text("utf-8"))
-        found = {flag: kept[flag] for flag in _KEPT}
+        found = {flag: kept[flag] for flag in _KEPT} | {AGENT: kept.get(AGENT)}
         template_variables(found["data.chat_template_kwargs"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UsageError(
@@ -121,7 +122,7 @@ def kept_prompts(folder: Path) -> dict[str, Any]:
 def filled(flags: dict[str, Any], folder: Path) -> dict[str, Any]:
     """``flags`` with the trained model's settings in the place of those that were not given, which are None."""
     kept = kept_prompts(folder)
-    kept.pop("rollout.temperature", None)
+    kept = {flag: value for flag, value in kept.items() if flag not in ("rollout.temperature", AGENT)}
     if flags["data.apply_chat_template"] is not None or flags["data.input_template"]:
         kept |= dict.fromkeys(("data.apply_chat_template", "data.input_template"))  # one of them says how
     taken = {flag: value for flag, value in kept.items() if flags[flag] is None and value not in (None, False, "")}

@@ -494,3 +494,19 @@ def test_what_is_evaluated_is_looked_at_before_the_first_run(
             last = printed.err.splitlines()[-1]
             assert status == 2 and last.startswith("experiment: evaluate: ")
             assert last.endswith(sentence.format(tmp=tmp_path))
+
+    agent = tmp_path / "agent.py"
+    agent.write_text("class AgentExecutor: ...\n")
+    of_agent = {name: value for name, value in flags.items() if name != "reward.remote_url"}
+    of_agent["train.agent_func_path"] = str(agent)
+    reward = evaluated | limits | {"eval.split": "train"}
+    plain = {name: value for name, value in reward.items() if name != "reward.remote_url"}
+    for trained, evaluate, sentence in (
+        (of_agent, reward, f"trained with the agent {agent} and evaluated without it, once."),
+        (of_agent, plain, None),  # the models' own agent
+        (flags, plain, "Nothing grades an answer; give a --reward.remote_url, or an agent's --train.agent_func_path."),
+    ):
+        grid = write(tmp_path, flags=trained, methods=methods, settings={}, baseline="gtpo", evaluate=evaluate)
+        status, printed = experiment.main([str(grid), "--dry-run"]), capsys.readouterr()
+        assert status == (2 if trained is flags else 0), printed.err
+        assert sentence in printed.err if sentence else "without it" not in printed.err

@@ -17,7 +17,7 @@ from openrlhf_gtpo.scoring.answers import questions_of
 from openrlhf_gtpo.scoring.inputs import RowFile
 from openrlhf_gtpo.training.checks.model import Model, token_ids
 from openrlhf_gtpo.training.run import check, parse
-from openrlhf_gtpo.training.settings.prompts import keep_prompts
+from openrlhf_gtpo.training.settings.prompts import keep_prompts, kept_prompts
 from tests.support.command_lines import argv_of, table
 from tests.training.checks.test_prompts import loaded
 
@@ -247,7 +247,9 @@ def test_an_agent_whose_second_turn_a_template_refuses(chat: Any, tmp_path: Path
         check(parse(argv_of(command)))
     for fine in ("role = 'user'", "role, turns = 'tool', 1"):
         agent.write_text(f"{source}    {fine}\n")
-        check(parse(argv_of(command)))
+        check(args := parse(argv_of(command)))
+    keep_prompts(tmp_path, args)
+    assert kept_prompts(tmp_path)["train.agent_func_path"] == str(agent)  # for cli.evaluate
 
 
 def test_messages_with_the_letters_of_special_tokens_are_counted(

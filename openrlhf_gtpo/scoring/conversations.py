@@ -1,0 +1,146 @@
+"""Conversations of an agent (``--train.agent_func_path``) with one ``vllm.LLM``, for ``cli.evaluate``.
+
+Many go on at once, and the turns that wait for the engine are sampled together. Each has a seed of its own, made of
+the question's and the conversation's number and of the turn, so that it does not depend on what it is sampled beside.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from copy import copy
+from typing import Any
+
+import numpy as np
+
+from openrlhf_gtpo.errors import TrainingStopped
+
+_GATHER = 0.01  # seconds for environments to answer, so that more turns are sampled together
+
+# Of the conversation that the current task holds: what the seeds of its turns are made of, and the engine's answers.
+_seeds: ContextVar[list[int]] = ContextVar("_seeds")
+_answers: ContextVar[list[Any]] = ContextVar("_answers")
+
+
+class Conversations:
+    """An agent's part in an evaluation.
+
+    Args:
+        agent: an ``AgentExecutor``.
+        source: its file, for messages.
+        tokenizer: the model's.
+        variables: what the chat template was given, by prompt; ``None`` for those that are not named.
+    """
+
+    def __init__(
+        self, agent: Any, source: str, tokenizer: Any, variables: Mapping[str | None, Mapping[str, Any]]
+    ) -> None:
+        self._agent, self._source, self._tokenizer, self._variables = agent, source, tokenizer, variables
+        self._waiting: list[tuple[list[int], Any, asyncio.Future[Any]]] = []
+        self._loop = asyncio.new_event_loop()  # one for all questions, for what an agent keeps
+
+    def __call__(self, engine: Any, batch: Sequence[Any], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The line of a file of answers for each question of ``batch`` (``scoring.answers.answer``); a response has
+        the environment's messages, and a length without them.
+
+        Args:
+            batch: number, and prompt and label, of each question.
+
+        Raises:
+            TrainingStopped: the agent raised, or returned what training would refuse.
+        """
+        return self._loop.run_until_complete(self._hold(engine, batch, settings))
+
+    async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
+        """vLLM's output for a turn, as agents ask training's engine."""
+        params, seeds = copy(sampling_params), _seeds.get()
+        params.seed = int(np.random.SeedSequence(seeds).generate_state(1)[0])
+        seeds[-1] += 1
+        answered = self._loop.create_future()
+        self._waiting.append((list(prompt_token_ids), params, answered))
+        output = await answered
+        _answers.get().append(output.outputs[0])
+        return output
+
+    async def _hold(self, engine: Any, batch: Sequence[Any], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+        tasks = [
+            asyncio.ensure_future(self._one(number, index, question, settings))
+            for number, question in batch
+            for index in range(settings["n"])
+        ]
+        try:
+            while not all(task.done() for task in tasks):
+                await asyncio.wait(tasks, timeout=_GATHER, return_when=asyncio.FIRST_EXCEPTION)
+                for task in tasks:
+                    if task.done():
+                        task.result()  # raises what it raised
+                waiting, self._waiting = self._waiting, []
+                if not waiting:
+                    continue
+                prompts = [{"prompt_token_ids": tokens} for tokens, _, _ in waiting]
+                each = [params for _, params, _ in waiting]
+                outputs = await asyncio.to_thread(engine.generate, prompts, each, use_tqdm=False)
+                for (_, _, answered), output in zip(waiting, outputs, strict=True):
+                    answered.set_result(output)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # which close what they hold
+        columns = [task.result() for task in tasks]
+        starts = range(0, len(columns), settings["n"])
+        rows = [columns[start : start + settings["n"]] for start in starts]
+        lines = [{name: [column[name] for column in row] for name in row[0]} for row in rows]
+        return [
+            line | {"entropies": None if None in line["entropies"] else line["entropies"], "answers": None}
+            for line in lines
+        ]
+
+    async def _one(
+        self, number: int, index: int, question: tuple[str, Any], settings: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Everything of one response that a line has, by the line's names."""
+        from vllm import SamplingParams
+
+        from openrlhf_gtpo.scoring.answers import mean_entropies
+        from openrlhf_gtpo.training.rollout.rewards import reason_of
+        from openrlhf_gtpo.training.rollout.turns import template_variables
+        from openrlhf_gtpo.training.rows import Row
+
+        prompt, label = question
+        _seeds.set([settings["seed"], number, index, 0])
+        _answers.set([])
+        template_variables.set(self._variables.get(prompt, self._variables[None]))
+        params = SamplingParams(
+            temperature=settings["temperature"],
+            top_p=settings["top_p"],
+            max_tokens=settings["max_tokens"],
+            min_tokens=1,
+            skip_special_tokens=False,
+            logprobs=0 if settings["temperature"] else None,  # entropies come with these
+            flat_logprobs=bool(settings["temperature"]),
+        )
+        try:
+            response = await self._agent.execute(
+                prompt=prompt,
+                label=label,
+                sampling_params=params,
+                max_length=settings["max_len"],
+                hf_tokenizer=self._tokenizer,
+                llm_engine=self,
+            )
+            row = Row.of_response(response, number, settings["max_len"])
+            if row.reward is None:
+                raise TrainingStopped("it returned no reward")
+        except Exception as error:  # the user's code
+            raise TrainingStopped(
+                f"Could not get a response from {self._source}: {reason_of(error, self._source)}. Its question: "
+                f"{prompt!r}"
+            ) from error
+        first = int(row.mask.argmax())
+        entropies = mean_entropies([_answers.get()])
+        return {
+            "responses": self._tokenizer.decode(row.tokens[first:].tolist()),
+            "scores": row.reward,
+            "lengths": row.num_actions,
+            "cut_off": row.truncated,
+            "entropies": entropies and entropies[0],
+        }
