@@ -13,13 +13,9 @@ import torch
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 
 from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.platform.patience import others_work
 from openrlhf_gtpo.training.checks.reward import import_reward
-from openrlhf_gtpo.training.rollout.rewards import (
-    Patience,
-    RewardFailed,
-    StrictRewardExecutor,
-    engine_works,
-)
+from openrlhf_gtpo.training.rollout.rewards import Patience, RewardFailed, StrictRewardExecutor
 from openrlhf_gtpo.training.rows import Row
 
 END = ord("~")  # a special token
@@ -298,7 +294,7 @@ class Agent:
 
     async def episode(self) -> str:
         self.episodes += 1
-        with engine_works():
+        with others_work():
             await asyncio.sleep(0)
         if self.episodes <= self._failures:
             await self._fail()
@@ -332,7 +328,7 @@ def test_the_engines_time_is_not_the_agents() -> None:
     """Not even if an agent asks twice at once and waits for both."""
 
     async def call(seconds: float) -> float:
-        with engine_works():
+        with others_work():
             await asyncio.sleep(seconds)
         return seconds
 

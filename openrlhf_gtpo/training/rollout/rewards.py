@@ -7,9 +7,8 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ import torch
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 
 from openrlhf_gtpo.errors import TrainingStopped, one_line
+from openrlhf_gtpo.platform.patience import since
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.training.checks.reward import import_file, takes_responses
 
@@ -28,10 +28,6 @@ TRIES = 3  # in a run that may go on without the prompt
 
 _FAILURE = "failure"  # among a response's extra logs: what its reward raised
 _THREADS = min(32, (os.cpu_count() or 1) + 4)  # for reward functions: as many as asyncio.to_thread has
-
-# When the user's code that the current task waits for began to work, infinity while the engine works for an agent; and
-# how many of the agent's calls the engine has.
-_since: ContextVar[list[float]] = ContextVar("_since")
 
 
 class RewardFailed(TrainingStopped):
@@ -59,32 +55,18 @@ class Patience(NamedTuple):
         return await self._in_time(call)
 
     async def _in_time(self, call: Callable[[], Awaitable[T]]) -> T:
-        since = [time.monotonic(), 0]
-        _since.set(since)
+        began = [time.monotonic(), 0]
+        since.set(began)
         task = asyncio.ensure_future(call())
         try:
             while self.seconds and not task.done():
-                left = since[0] + self.seconds - time.monotonic()
+                left = began[0] + self.seconds - time.monotonic()
                 if left <= 0:
                     raise TimeoutError(f"no answer for {self.seconds:g} s")
                 await asyncio.wait({task}, timeout=min(left, self.seconds))
             return await task
         finally:
             task.cancel()
-
-
-@contextmanager
-def engine_works() -> Iterator[None]:
-    """Within this block, time does not count for the agent that asked the engine."""
-    since = _since.get([0.0, 0])
-    since[0] = math.inf
-    since[1] += 1
-    try:
-        yield
-    finally:
-        since[1] -= 1
-        if not since[1]:
-            since[0] = time.monotonic()
 
 
 def described(failure: BaseException) -> str:

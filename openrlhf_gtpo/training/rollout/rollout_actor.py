@@ -28,6 +28,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.platform.patience import others_work
 from openrlhf_gtpo.training.checks.reward import load_agent
 from openrlhf_gtpo.training.feature import EngineFeature
 from openrlhf_gtpo.training.rollout.answers import Answer, give_log_probs, hold, values_of
@@ -36,7 +37,6 @@ from openrlhf_gtpo.training.rollout.rewards import (
     RewardFailed,
     StrictRewardExecutor,
     described,
-    engine_works,
     reason_of,
     refuse_taken_names,
 )
@@ -248,7 +248,7 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
             for feature in self.features:
                 feature.on_request(params)
             held = self._holds and hold(params)
-        with engine_works():
+        with others_work():
             output = await super().generate(prompt_token_ids, params, multi_modal_data)
         if held and params.logprobs is not None:
             for answer in output.outputs:
