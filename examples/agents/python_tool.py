@@ -1,8 +1,8 @@
 """An agent that may run Python: `--train.agent_func_path examples/agents/python_tool.py`.
 
-A block ```python … ``` is run without network, on a read-only disk, with limits of time and memory
-(`openrlhf_gtpo/tasks/sandbox.py`), and the policy is told what it printed. An answer without a block ends the
-conversation; its last number is compared with the label.
+A block ```python … ``` is run with a folder of its own, and without network, other files or processes, under limits of
+time and memory (`openrlhf_gtpo/tasks/sandbox.py`); the policy is told what it printed. An answer without a block ends
+the conversation; its last number is compared with the label.
 """
 
 import re

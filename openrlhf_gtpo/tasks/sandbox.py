@@ -1,64 +1,34 @@
-"""Runs a model's Python where it can do no harm: without network and other processes, on a read-only disk, and with
-limits of time, memory, files and output. For agents' tools.
+"""Runs a model's Python, for agents' tools, in a process that ``confined`` has taken everything from but what a
+computation needs: files of a folder of its own, one thread, some seconds and some memory.
 
-Linux alone does it: ``unshare`` gives the program namespaces of its own (user, network, mounts, processes), in which
-every mount is made read-only (``mount_setattr``, Linux 5.12) but a small disk in memory. It has no capabilities there,
-and a filter of system calls refuses new processes and threads: limits of their number do not hold for root. A
-container may not allow namespaces: Docker needs ``--security-opt seccomp=unconfined`` or the like.
+Linux alone does it. Time is a program's own: what it waits for a processor does not count, so that a reward does not
+depend on how many programs run beside it, and how busy the host is.
 """
 
 import asyncio
 import math
 import os
 import select
+import signal
+import site
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import cache
+from pathlib import Path
 
-_UNSHARE = (
-    "unshare",
-    "--user",
-    "--map-root-user",
-    "--net",
-    "--mount",
-    "--pid",
-    "--fork",
-    "--kill-child",
-    "--mount-proc",
-)
-# In the namespaces, before the model's program takes this one's place. Numbers are Linux's.
-_CONFINE = r"""
-import ctypes, os, platform, resource, struct, sys
-memory, disk, seconds = map(int, sys.argv[1:])
-libc = ctypes.CDLL(None, use_errno=True)
-def check(failed, what):
-    if failed:
-        sys.exit(f"{what}: {os.strerror(ctypes.get_errno())}")
-# A disk that cannot be written, and a small one in memory.
-read_only = (ctypes.c_uint64 * 4)(1, 0, 0, 0)
-check(libc.syscall(442, -100, b"/", 0x8000, read_only, 32), "read-only mounts")
-check(libc.mount(b"tmpfs", b"/tmp", b"tmpfs", 6, f"size={disk}m,nr_inodes=1000".encode()), "a disk in memory")
-os.chdir("/tmp")
-for name, limit in (("AS", memory << 20), ("FSIZE", disk << 20), ("CPU", seconds), ("NOFILE", 64), ("CORE", 0)):
-    resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
-# No capability survives the execv below.
-for capability in range(64):
-    libc.prctl(24, capability, 0, 0, 0)
-# No process or thread: clone, clone3, fork, vfork, and neither unshare, setns nor ptrace; nor calls of another ABI.
-machine = {"x86_64": (0xC000003E, (56, 435, 57, 58, 272, 308, 101)), "aarch64": (0xC00000B7, (220, 435, 97, 268, 117))}
-architecture, refused = machine[platform.machine()]
-last = len(refused) + 5  # the line that refuses; a jump goes over the lines between
-filter = [(0x20, 0, 0, 4), (0x15, 0, last - 2, architecture), (0x20, 0, 0, 0), (0x35, last - 4, 0, 0x40000000)]
-filter += [(0x15, last - place - 1, 0, number) for place, number in enumerate(refused, 4)]
-filter += [(0x06, 0, 0, 0x7FFF0000), (0x06, 0, 0, 0x50001)]  # allow; EPERM
-code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in filter))
-program = struct.pack("HxxxxxxQ", len(filter), ctypes.addressof(code))
-check(libc.prctl(38, 1, 0, 0, 0), "no new privileges")
-check(libc.prctl(22, 2, ctypes.c_char_p(program), 0, 0), "a filter of system calls")
-os.execv(sys.executable, [sys.executable, "-I", "-B", "-"])
-"""
+from openrlhf_gtpo.platform.patience import others_work
+
+_PLACES = ThreadPoolExecutor(min(32, (os.cpu_count() or 1) + 4), "sandbox")  # as many as asyncio.to_thread has
+_WAITING = 1.0  # seconds for a processor that /proc may not have counted yet
+# -S: site's .pth files may import anything, and -I leaves no folder but the interpreter's.
+_COMMAND = [sys.executable, "-I", "-S", "-B", "-u", str(Path(__file__).with_name("confined.py"))]
+_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+_ENVIRONMENT |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 async def run_python(
@@ -67,54 +37,103 @@ async def run_python(
     """What ``program`` prints, to stdout and stderr, up to its end, its limits, or ``output`` bytes; with a last line
     that says which limit ended it.
 
+    A program may wait for others to end; none of that, nor of its own time, is silence of the agent that asked. One
+    whose call is cancelled goes on to its limits.
+
     Args:
-        seconds: of wall-clock time, and of CPU time rounded up.
+        seconds: of a processor, rounded up, and of time in which it did not wait for one.
         memory_mb: of address space.
-        disk_mb: in /tmp, the working folder.
+        disk_mb: in its working folder: of all files where namespaces are allowed, else of each.
     """
-    return await asyncio.to_thread(_run, program, seconds, memory_mb, disk_mb, output)
+    with others_work():
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(_PLACES, _run, program, seconds, memory_mb, disk_mb, output)
 
 
 def _run(program: str, seconds: float, memory_mb: int, disk_mb: int, output: int) -> str:
-    limits = [str(memory_mb), str(disk_mb), str(math.ceil(seconds))]
-    said, ended, deadline = b"", "", time.monotonic() + seconds
-    with tempfile.TemporaryFile() as source:
+    said, ended = b"", ""
+    with _folder() as folder, tempfile.TemporaryFile() as source:
         source.write(program.encode(errors="replace"))
         source.seek(0)
-        process = subprocess.Popen(
-            [*_UNSHARE, sys.executable, "-I", "-c", _CONFINE, *limits],
+        limits = map(str, (os.getpid(), math.ceil(seconds), memory_mb, disk_mb, folder))
+        began = time.monotonic()
+        with subprocess.Popen(
+            [*_COMMAND, *limits, *site.getsitepackages()],
             stdin=source,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
+            env={**_ENVIRONMENT, "HOME": folder, "TMPDIR": folder},
             start_new_session=True,
-        )
-    assert process.stdout is not None
-    try:
-        while len(said) <= output:
-            if not select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                ended = f"\n[ended after {seconds:g} s]"
-                break
-            part = os.read(process.stdout.fileno(), output + 1 - len(said))
-            if not part:
-                break
-            said += part
-    finally:
-        process.kill()  # and with it the program (--kill-child)
-        process.wait()
-        process.stdout.close()
+        ) as process:
+            assert process.stdout is not None
+            pidfd, stdout = os.pidfd_open(process.pid), process.stdout.fileno()
+            poll = select.poll()
+            poll.register(pidfd, select.POLLIN)
+            poll.register(stdout, select.POLLIN)
+            try:
+                while len(said) <= output:
+                    left = seconds + _WAITING - (time.monotonic() - began - _waited(process.pid))
+                    if left <= 0:
+                        ended = f"[ended after {seconds:g} s]"
+                        break
+                    ready = [descriptor for descriptor, _ in poll.poll(max(50, left * 1000))]
+                    if stdout in ready:
+                        part = os.read(stdout, output + 1 - len(said))
+                        said += part
+                        if not part:  # closed, maybe by a program that goes on
+                            poll.unregister(stdout)
+                    elif ready:
+                        break
+            finally:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                os.close(pidfd)
     if len(said) > output:
-        said, ended = said[:output], f"\n[ended after {output} bytes of output]"
-    return said.decode(errors="replace").rstrip() + ended
+        said, ended = said[:output], f"[ended after {output} bytes of output]"
+    elif process.returncode == -signal.SIGXCPU:
+        ended = f"[ended after {seconds:g} s]"
+    elif process.returncode < 0 and not ended:
+        ended = f"[ended by {signal.Signals(-process.returncode).name}]"
+    return "\n".join(filter(None, (said.decode(errors="replace").rstrip(), ended)))
+
+
+@contextmanager
+def _folder() -> Iterator[str]:
+    """A folder that is removed after the block, and if this process is killed in it: by another one, which sees the
+    end of its stdin."""
+    folder = tempfile.mkdtemp(prefix="sandbox_")
+    # Folders may be ones that cannot be listed; and a program that this process's end ends may still write.
+    again = '{ chmod -R u+rwx "$0"; rm -rf "$0"; } || { sleep 1; rm -rf "$0"; }'
+    remove = f'read _; rm -rf "$0" 2>/dev/null || {again}'
+    with subprocess.Popen(["/bin/sh", "-c", remove, folder], stdin=subprocess.PIPE, start_new_session=True):
+        yield folder
+
+
+def _waited(pid: int) -> float:
+    """Seconds that a process has waited for a processor; 0 where /proc does not say it."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
 
 
 @cache
+def _tried() -> str:
+    """What a program says in here: 42, and the MB of the disk on which its folder is."""
+    program = "import os; disk = os.statvfs('.'); print(6 * 7, disk.f_blocks * disk.f_frsize >> 20)"
+    return _run(program, 20.0, 512, 16, 2000)  # not awaited: an engine imports its agent in an event loop
+
+
 def why_no_sandbox() -> str | None:
     """Why this host runs no program so, as a clause; None if it does."""
+    if sys.platform != "linux":
+        return f"it takes Linux, and this is {sys.platform}"
     try:
-        said = _run("print(6 * 7)", 20.0, 512, 16, 2000)  # not awaited: an engine imports its agent in an event loop
+        return None if _tried().startswith("42 ") else _tried() or "the confined process said nothing"
     except OSError as error:
-        return f"unshare cannot be started: {error}"
-    return (
-        None if said == "42" else f"namespaces or read-only mounts are not allowed here: {said.strip() or 'no output'}"
-    )
+        return f"it cannot be started: {error}"
+
+
+def has_disk_in_memory() -> bool:
+    """Whether a program's files are limited in sum, as this host allows namespaces."""
+    return why_no_sandbox() is None and _tried() == "42 16"

@@ -3,6 +3,7 @@
 import asyncio
 from contextvars import copy_context
 from copy import copy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -267,6 +268,14 @@ def test_a_template_without_such_a_turn_is_refused(tokenizer: Any) -> None:
 AGENTS = ROOT / "examples" / "agents"
 
 
+@pytest.fixture
+def sandbox() -> None:
+    from openrlhf_gtpo.tasks.sandbox import why_no_sandbox
+
+    if why := why_no_sandbox():
+        pytest.skip(why)
+
+
 def played(name: str, *said: str, label: str = "84") -> tuple[list[str | None], float]:
     """An agent file's replies to ``said``, and its reward."""
     agent: Any = import_file(str(AGENTS / name), "--train.agent_func_path", "AgentExecutor")
@@ -285,10 +294,26 @@ def test_the_calculator_computes_and_pays_for_an_answer() -> None:
     assert all(str(reply).startswith("That cannot be calculated") for reply in replies[:3]) and reward == 0.0
 
 
-def test_the_python_tool_runs_a_block() -> None:
-    from openrlhf_gtpo.tasks.sandbox import why_no_sandbox
-
-    if why := why_no_sandbox():
-        pytest.skip(why)
+def test_the_python_tool_runs_a_block(sandbox: None) -> None:
     said = "```python\nprint(12 * 7)\n```\n", "```python\npass\n```\n", "84"
     assert played("python_tool.py", *said) == (["84", "It printed nothing.", None], 1.0)
+
+
+def test_a_program_does_not_find_its_label(sandbox: None, tmp_path: Path) -> None:
+    """Neither in the data set, nor in the run's output, nor in what the process that asked has."""
+    tmp_path.chmod(0o755)
+    (tmp_path / "train.jsonl").write_text('{"input": "What is 321 * 7?", "label": "2247"}\n')
+    program = (
+        "import glob, os\n"
+        f"places = [{str(tmp_path / 'train.jsonl')!r}, *glob.glob({str(tmp_path)!r} + '/**', recursive=True)]\n"
+        f"places += [*glob.glob({str(ROOT)!r} + '/**/*.py', recursive=True), *glob.glob('/proc/*/environ')]\n"
+        "places += [f'/proc/{os.getppid()}/{name}' for name in ('environ', 'cmdline', 'maps', 'mem')]\n"
+        "for place in places:\n"
+        "    try: print('found', open(place).read()[-8:])\n"
+        "    except OSError: pass\n"
+        "print('looked')\n"
+    )
+    assert played("python_tool.py", f"```python\n{program}```\n", "It is what I found: looked.", label="2247") == (
+        ["looked", None],
+        0.0,
+    )
