@@ -297,6 +297,17 @@ def disk(args: argparse.Namespace) -> Line:
     return ok(f"{args.temporary}, {gigabytes(usage.free)} free")
 
 
+def sandbox(args: argparse.Namespace) -> Line:
+    """Check that an agent may run a model's Python, and say what confines it."""
+    from openrlhf_gtpo.tasks.sandbox import has_disk_in_memory, why_no_sandbox
+
+    if reason := why_no_sandbox():
+        return warning(f"agents that run a model's Python are refused: {reason}.")
+    if has_disk_in_memory():
+        return ok("Landlock, a filter of system calls, namespaces: a program's files are in memory, limited in sum")
+    return ok("Landlock, a filter of system calls, no namespaces: a program's files are on disk, each limited")
+
+
 def model(args: argparse.Namespace) -> Line:
     """Check that the model's configuration and all of its weights are here."""
     if args.model is None:
@@ -355,5 +366,6 @@ CHECKS: dict[str, Callable[[argparse.Namespace], Line]] = {
     "limits": limits,
     "shared folder": shared_folder,
     "disk": disk,
+    "sandbox": sandbox,
     "model": model,
 }

@@ -416,3 +416,20 @@ def test_the_models_files(capsys: Any, tmp_path: Path, monkeypatch: pytest.Monke
     assert said("model", capsys, "--model", "someone/something")[0] == "warning"
     status, text = said("model", capsys, "--model", "/no/model")
     assert status == "wrong" and text.startswith("--model /no/model is not a folder")
+
+
+@pytest.mark.parametrize(
+    ("reason", "in_memory", "expected"),
+    [
+        ("no Landlock", False, ("warning", "agents that run a model's Python are refused: no Landlock.")),
+        (None, True, ("ok", "files are in memory, limited in sum")),
+        (None, False, ("ok", "files are on disk, each limited")),
+    ],
+)
+def test_sandbox(
+    reason: str | None, in_memory: bool, expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr("openrlhf_gtpo.tasks.sandbox.why_no_sandbox", lambda: reason)
+    monkeypatch.setattr("openrlhf_gtpo.tasks.sandbox.has_disk_in_memory", lambda: in_memory)
+    status, text = said("sandbox", capsys)
+    assert status == expected[0] and text.endswith(expected[1])
