@@ -14,7 +14,7 @@
 # failed download or build ends with exit code 1 and pip's own words.
 #
 # --cuda takes the wheels of requirements/cuda.lock, CPython 3.12 and g++ (pycosat comes as source, and Triton compiles its
-# launchers), and needs no GPU and no CUDA toolkit. What would take nvcc is left out: torch's own kernels stand in for
+# launchers), and needs no GPU and no CUDA toolkit; GPUs that are here must be new enough. What would take nvcc is left out: torch's own kernels stand in for
 # flash-attn and FusedAdam, and Megatron's layers are this project's. --with-kernels compiles two of them as docker/Dockerfile
 # does, with the lock's own nvcc, headers and cuDNN (NVIDIA's nvidia-* wheels): MAX_JOBS (8) is how many compilers run at once,
 # and TORCH_CUDA_ARCH_LIST ("9.0", Hopper) names the GPU architectures. Activating the environment sets CUDA_HOME to that
@@ -142,6 +142,11 @@ check_host() {
         "load or install it (module load python/3.12, uv python install 3.12, Ubuntu 24.04: apt-get install python3-venv python3-dev)."
     [[ -n "$python" ]] || refuse "neither Python 3.11 nor 3.12 was found on PATH: install one" \
         "(Debian 12: apt-get install python3 python3-venv python3-dev)."
+    if $cuda; then
+        local complaint
+        complaint="$("$python" -I "$root/openrlhf_gtpo/platform/gpus.py" 13)" # before the download
+        [[ -z "$complaint" ]] || refuse "$complaint"
+    fi
     # pycosat comes as source, and torch and Triton compile at run time.
     command -v g++ >/dev/null ||
         refuse "g++ was not found, and one package and parts of torch are compiled with it: install it (Debian: apt-get install g++; a cluster: module load gcc)."

@@ -7,10 +7,9 @@ import resource
 import runpy
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,11 +17,11 @@ from typing import NamedTuple
 
 from openrlhf_gtpo.errors import UsageError, one_line
 from openrlhf_gtpo.platform.files import free_bytes, gigabytes, model_folder
+from openrlhf_gtpo.platform.gpus import OLDEST_DRIVER, nvidia_smi, too_old
 from openrlhf_gtpo.training.settings.guard import check_openrlhf
 
 _ADAPTERS = Path("/sys/class/infiniband")
 _SHARED_MEMORY = Path("/dev/shm")
-_OLDEST_DRIVER = {12: 525, 13: 580}  # by CUDA: NVIDIA's CUDA compatibility, "minor version compatibility"
 _OBJECT_STORE = 0.3, 200e9  # share of the memory, and maximum in bytes (ray 2.55.0, _private/ray_constants.py)
 # As Ray reads them (ray 2.55.0, _common/utils.py, get_system_memory); Ray is not imported for it.
 _CGROUP_LIMITS = Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory.max")
@@ -41,11 +40,13 @@ class Line(NamedTuple):
     text: str
 
 
+_nvidia_smi = partial(nvidia_smi, "driver_version", "name", "memory.used", "compute_mode")
 ok, warning, wrong, skipped = (partial(Line, status) for status in ("ok", "warning", "wrong", "skipped"))
 
 
 def gpus(args: argparse.Namespace) -> Line:
-    """Check that the driver answers and reports enough GPUs, and that nobody else is using them."""
+    """Check that the driver answers and reports enough GPUs, that they are new enough, and that nobody else is using
+    them."""
     ended = _nvidia_smi()
     devices = [] if ended is None or ended.returncode else [row.split(", ") for row in ended.stdout.splitlines()]
     if ended is not None and not devices:
@@ -58,6 +59,8 @@ def gpus(args: argparse.Namespace) -> Line:
         )
     if not devices:
         return skipped("no nvidia-smi here, so GPUs cannot be checked.")
+    if complaint := too_old():  # the driver is torch's line
+        return wrong(complaint)
     busy = [
         f"{index} ({int(used) // 1024} GiB)"
         for index, (*_, used, _) in enumerate(devices)
@@ -83,7 +86,7 @@ def torch_and_driver(args: argparse.Namespace) -> Line:
         return wrong(f"{version} has no CUDA; make the environment with setup_env.sh --cuda, and activate it.")
     import torch
 
-    oldest = _OLDEST_DRIVER.get(int(cuda.split(".")[0]), 0)
+    oldest = OLDEST_DRIVER.get(int(cuda.split(".")[0]), 0)
     try:
         count = torch.cuda.device_count()
         for index in range(count):
@@ -336,19 +339,6 @@ def _version_of(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-@cache
-def _nvidia_smi() -> subprocess.CompletedProcess[str] | None:
-    """Driver, name, used MiB and compute mode of each GPU, a line each; None if there is no nvidia-smi."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    fields = "--query-gpu=driver_version,name,memory.used,compute_mode"
-    command = ["nvidia-smi", fields, "--format=csv,noheader,nounits"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=120)
-    except subprocess.TimeoutExpired as error:  # returned, as an exception would not be cached
-        return subprocess.CompletedProcess(command, 1, "", str(error))
 
 
 CHECKS: dict[str, Callable[[argparse.Namespace], Line]] = {

@@ -13,6 +13,7 @@ from openrlhf_gtpo import platform
 from openrlhf_gtpo.errors import Restartable, UsageError
 from openrlhf_gtpo.megatron.fp8.options import FP32_SCALES
 from openrlhf_gtpo.platform import varlen_attention
+from openrlhf_gtpo.platform.gpus import too_old
 
 # The variables that upstream sets in its workers' environment, with upstream's defaults.
 _UPSTREAM_ENVIRONMENT = {
@@ -198,6 +199,16 @@ def start_ray(args: SimpleNamespace, gpus: int) -> None:
             if "timed out during startup" not in str(error):  # Ray raises no type of its own
                 raise
     raise Restartable("Ray did not start on this host in 3 attempts of 30 s; is the host or its disk busy?")
+
+
+def check_gpus() -> None:
+    """Refuse a driver or GPUs that are too old, on which a run fails once its engines have started. The nodes of a
+    cluster are the doctor's."""
+    if platform.chosen_platform() == "cuda" and not os.environ.get("RAY_ADDRESS"):
+        import torch
+
+        if complaint := too_old(int((torch.version.cuda or "0").partition(".")[0])):
+            raise UsageError(complaint)
 
 
 def check_ray() -> None:

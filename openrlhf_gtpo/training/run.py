@@ -103,6 +103,7 @@ def check(args: SimpleNamespace) -> None:
         feature.check(policy)
     policy.check_weights()
     check_room(args, policy)  # on the disks for results
+    host.check_gpus()
     host.check_ray()
 
 

@@ -28,6 +28,7 @@ PYTHON = r"""#!/bin/bash
 last="${@: -1}"
 case "$*" in
     *_base_executable*) echo "$0" ;;
+    *gpus.py*) exec REAL_PYTHON "$@" ;;
     *"print("*) echo "${PYTHON_VERSION:-3.11}" ;;
     *"-m venv "*)
         mkdir -p "$last/bin"
@@ -47,13 +48,14 @@ case "$*" in
         ! [[ "$*" == *--no-binary* ]] || env
         ;;
 esac
-"""
+""".replace("REAL_PYTHON", sys.executable)
 
 
 def add_project(root: Path) -> Path:
     """A copy of what the set-up script reads, without an environment."""
     locks = ("requirements/cpu.lock", "requirements/cuda.lock")
-    for name in ("setup.py", *locks, "openrlhf_gtpo/_version.py", str(SETUP_ENV)):
+    modules = ("openrlhf_gtpo/_version.py", "openrlhf_gtpo/platform/gpus.py")
+    for name in ("setup.py", *locks, *modules, str(SETUP_ENV)):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)
     script = root / SETUP_ENV
@@ -316,6 +318,30 @@ def test_what_the_cuda_environment_lacks_is_one_sentence(bare_project, cuda_host
     (tmp_path / "host" / program).write_text(text)
     assert_refused(run_setup_env(bare_project, "--cuda", **cuda_host), *parts)
     assert not list(bare_project.glob(".venv*"))
+
+
+@pytest.mark.parametrize(
+    ("driver", "capability", "message"),
+    [
+        ("535.183.01", "7.5", "[setup] Tesla T4 has driver 535.183.01, and CUDA 13 needs 580 or newer: update the"),
+        ("580.65.06", "7.5", "[setup] Tesla T4 has compute capability 7.5, and bfloat16 needs 8.0 (Ampere) or newer"),
+        ("580.65.06", "8.0", None),
+        ("580.65.06", "[N/A]", None),
+    ],
+)
+def test_a_gpu_that_is_too_old_is_refused_before_the_download(
+    bare_project, cuda_host, tmp_path, driver, capability, message
+):
+    smi = tmp_path / "host" / "nvidia-smi"
+    smi.write_text(
+        f'#!/bin/bash\n[[ $1 == *driver* ]] && echo "{driver}, Tesla T4" || echo "{capability}, Tesla T4"\n'
+    )
+    smi.chmod(0o755)
+    refused = run_setup_env(bare_project, "--cuda", **cuda_host)
+    assert (refused.returncode, bool(list(bare_project.glob(".venv*")))) == ((2, False) if message else (0, True))
+    if message:
+        assert refused.stderr.startswith(message) and refused.stderr.count("\n") == 1
+        assert run_setup_env(bare_project, "--cuda", **cuda_host, CUDA_VISIBLE_DEVICES="").returncode == 0
 
 
 def test_an_unknown_flag_is_refused(bare_project):

@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 
 from openrlhf_gtpo.cli.doctor import main
 from openrlhf_gtpo.platform import varlen_attention
+from openrlhf_gtpo.platform.gpus import nvidia_smi
 from openrlhf_gtpo.tools import doctor
 from openrlhf_gtpo.training.controller import cluster_checks
 
@@ -28,16 +29,17 @@ ROW = "580.65.06, NVIDIA H100 80GB HBM3, 4, Default"
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
-    doctor._nvidia_smi.cache_clear()
+    nvidia_smi.cache_clear()
 
 
 @pytest.fixture
 def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Put an nvidia-smi on PATH that prints ``rows`` and ends with ``status``."""
+    """Put an nvidia-smi on PATH that prints ``rows`` and ends with ``status``; its GPUs have one ``capability``."""
 
-    def put(*rows: str, status: int = 0) -> None:
+    def put(*rows: str, status: int = 0, capability: str = "9.0") -> None:
         program = tmp_path / "nvidia-smi"
-        program.write_text("#!/bin/sh\ncat <<END\n{}\nEND\nexit {}\n".format("\n".join(rows), status))
+        old = f'case "$*" in *compute_cap*) echo "{capability}, Tesla T4"; exit ;; esac'
+        program.write_text("#!/bin/sh\n{}\ncat <<END\n{}\nEND\nexit {}\n".format(old, "\n".join(rows), status))
         program.chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
 
@@ -130,6 +132,16 @@ def test_gpus(rows: list[str], ended: int, expected: tuple[str, str], gpus: Any,
     assert status == expected[0] and expected[1] in text
 
 
+def test_a_gpu_without_bfloat16_is_wrong(gpus: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(ROW, capability="7.5")
+    status, text = said("GPUs", capsys)
+    assert status == "wrong" and text.startswith(
+        "Tesla T4 has compute capability 7.5, and bfloat16 needs 8.0 (Ampere)"
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert said("GPUs", capsys)[0] == "ok"
+
+
 def test_gpus_that_must_be_there(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert said("GPUs", capsys, "--gpus", "1")[0] == "wrong"
@@ -161,7 +173,7 @@ def torch_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
 def test_torch_is_built_for_what_the_node_has(torch_build: Any, gpus: Any, capsys: Any, monkeypatch: Any) -> None:
     torch_build("13.0")
     assert said("torch", capsys) == ("skipped", "2.13.0, CUDA 13.0; no GPU here to compute on")
-    doctor._nvidia_smi.cache_clear()
+    nvidia_smi.cache_clear()
     gpus(ROW)
     status, text = said("torch", capsys)
     assert status == "wrong" and "driver on your system is too old; CUDA 13.0 needs driver 580 or newer" in text
@@ -173,7 +185,7 @@ def test_torch_is_built_for_what_the_node_has(torch_build: Any, gpus: Any, capsy
 
 def test_adapters_that_nccl_may_take(gpus: Any, capsys: Any, system: Path, monkeypatch: Any) -> None:
     assert said("NCCL", capsys)[0] == "skipped"
-    doctor._nvidia_smi.cache_clear()
+    nvidia_smi.cache_clear()
     gpus(ROW)
     nccl = SimpleNamespace(version=lambda: (2, 29, 7))
     stand_in(monkeypatch, "torch", cuda=SimpleNamespace(nccl=nccl))
@@ -278,7 +290,7 @@ def test_what_attends_to_packed_rows(
     monkeypatch.setattr(doctor.metadata, "version", installed)
     monkeypatch.setattr(varlen_attention, "is_available", lambda: kernels)
     assert said("flash-attn", capsys)[0] == "skipped"
-    doctor._nvidia_smi.cache_clear()
+    nvidia_smi.cache_clear()
     gpus(ROW)
     status, text = said("flash-attn", capsys)
     assert status == expected[0] and text.startswith(expected[1])
@@ -286,7 +298,7 @@ def test_what_attends_to_packed_rows(
 
 def test_what_steps_on_deepspeed(gpus: Any, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert said("FusedAdam", capsys)[0] == "skipped"
-    doctor._nvidia_smi.cache_clear()
+    nvidia_smi.cache_clear()
     gpus(ROW)
     monkeypatch.setattr(doctor, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
     for compiled in (None, False, True):  # None: a source tree, in which nothing was built
@@ -373,7 +385,7 @@ def test_limits_and_room(capsys: Any, tmp_path: Path, system: Path, gpus: Any, m
     assert said("disk", capsys)[0] == "ok"
     usage.free = 64 * 2**20
     assert said("disk", capsys, "--temporary", str(tmp_path / "none"))[0] == "wrong"
-    doctor._nvidia_smi.cache_clear()
+    nvidia_smi.cache_clear()
     gpus(ROW)
     assert said("/dev/shm", capsys)[0] == "wrong"
 

@@ -4,15 +4,18 @@ sentence; workers start with the variables that libraries read before any of the
 import os
 import sys
 from contextlib import nullcontext
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 import ray
+import torch
 
 from openrlhf_gtpo.errors import Restartable, UsageError
 from openrlhf_gtpo.platform import PLATFORM_VARIABLE
+from openrlhf_gtpo.platform import gpus as gpus_here
 from openrlhf_gtpo.training import host
-from openrlhf_gtpo.training.host import Gpus, adapt, adapt_kernels, check_ray, gpus_of, start_ray
+from openrlhf_gtpo.training.host import Gpus, adapt, adapt_kernels, check_gpus, check_ray, gpus_of, start_ray
 from openrlhf_gtpo.training.run import parse
 from openrlhf_gtpo.training.settings import upstream_parser
 from tests.support.command_lines import BASE
@@ -190,6 +193,26 @@ def test_a_path_that_rays_shell_takes_apart(folder: str, monkeypatch: pytest.Mon
     refused = pytest.raises(UsageError, match="Ray cannot start its workers with /.*/python: put the environment in")
     with nullcontext() if folder.endswith("x-1.2") else refused:
         check_ray()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "address", "refused"), [("cuda", "", True), ("cpu", "", False), ("cuda", "h:1", False)]
+)
+def test_gpus_that_are_too_old_are_refused_where_ray_is_to_start(
+    chosen: str, address: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PLATFORM_VARIABLE, chosen)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(
+        gpus_here, "nvidia_smi", lambda *fields: CompletedProcess(fields, 0, "535.183.01, Tesla T4\n", "")
+    )
+    with (
+        pytest.raises(UsageError, match="Tesla T4 has driver 535.183.01, and CUDA 13 needs 580")
+        if refused
+        else nullcontext()
+    ):
+        check_gpus()
 
 
 @pytest.mark.parametrize(
