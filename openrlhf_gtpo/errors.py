@@ -32,12 +32,15 @@ def one_line(error: object) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def last_error(error: object) -> str:
-    """The words of an error in one line; of one whose text is a traceback, as of Ray's, those at the traceback's end:
-    from the last line on that is not indented and follows one that is."""
+def last_error(error: object, most: int) -> str:
+    """The words of an error in one line, cut after ``most`` characters; of one whose text is a traceback, as of Ray's,
+    those at the traceback's end: from the last line on that is not indented and follows one that is. If Ray's memory
+    monitor ended it, its list of who used the memory is whole (2.55, raylet)."""
     lines = str(error).strip().splitlines()
     ends = [n for n in range(1, len(lines)) if lines[n - 1][:1].isspace() and not lines[n][:1].isspace() and lines[n]]
-    return one_line("\n".join(lines[ends[-1] :])) if ends else one_line(error)
+    words = one_line("\n".join(lines[ends[-1] :])) if ends else one_line(error)
+    said, mark, users = words.partition("Top 10 memory users: ")
+    return f"{said:.{most}}{mark}{users:.2000}"
 
 
 class SettingError(ValueError):

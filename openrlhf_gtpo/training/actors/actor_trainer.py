@@ -73,7 +73,7 @@ def wait_for_engines(
             elif failure is not None:
                 raise Restartable(
                     f"{kind} {number} of {len(engines)} (counted from 0) died {waited:.0f} s after the trainer "
-                    f"began to wait for it: {last_error(failure):.400}{_last_words(engines[number])}"
+                    f"began to wait for it: {last_error(failure, 400)}{_last_words(engines[number])}"
                 )
         absent = ", ".join(map(str, sorted(starting.values())))
         if starting and waited >= limit:

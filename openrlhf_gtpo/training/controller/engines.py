@@ -76,7 +76,7 @@ class Engines:
         self.restarts += 1
         number = self._all.index(engine)
         killed = self._killed.pop(number, None)
-        what = killed or f"died: {last_error(error):.300}"
+        what = killed or f"died: {last_error(error, 300)}"
         said = f"vLLM engine {number} of {len(self._all)} (counted from 0) {what}"
         if self.restarts > self._max_restarts:
             limit = f"--train.max_restarts {self._max_restarts} allows no further restart"

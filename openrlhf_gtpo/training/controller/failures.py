@@ -186,7 +186,7 @@ def raise_if_lost(error: BaseException) -> None:
     except Exception:  # the head may be what died
         dead = []
     what = f"the node {', '.join(dead)} left the Ray cluster" if dead else "a process of the run died"
-    why = f"the logs of its node say why. Ray says: {last_error(lost):.600}"
+    why = f"the logs of its node say why. Ray says: {last_error(lost, 600)}"
     if isinstance(lost, ray.exceptions.OutOfMemoryError) or "memory" in str(lost):
         why += f" {LESS_MEMORY}"
     raise Restartable(f"{what}, and training cannot go on without it; {why}") from None

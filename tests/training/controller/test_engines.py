@@ -123,6 +123,9 @@ CAUSE = "ValueError: No available memory for the cache blocks: 0.3 GB; lower gpu
 FRAMES = "".join(
     f'  File "vllm/v1/engine/part_{n}.py", line {n}, in part\n    return self.part_{n}()\n' for n in range(20)
 )
+USERS = "Top 10 memory users: PID MEM(GB) COMMAND " + " ".join(
+    f"{n} 8.47 ray::PolicyActor" + 80 * "y" for n in range(10)
+)
 DIED = "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
 DIED += "Worker unexpectedly exits with a connection error code 2. End of file. There are some potential root causes. "
 
@@ -137,10 +140,14 @@ DIED += "Worker unexpectedly exits with a connection error code 2. End of file. 
         (f"The actor died unexpectedly before finishing this task.\n\tclass_name: A\n\tpid: 7\n{DIED}", DIED.strip()),
         ("it is being started\n", "it is being started"),
         ("", "RuntimeError"),
+        (
+            f"1 worker(s) were killed. {'x' * 700}; {USERS}",
+            f"{f'1 worker(s) were killed. {700 * chr(120)}':.600}{USERS}",
+        ),
     ],
 )
 def test_a_death_is_told_in_its_last_sentence_and_not_in_the_middle_of_a_traceback(text: str, said: str) -> None:
-    assert last_error(RuntimeError(text)) == said
+    assert last_error(RuntimeError(text), 600) == said
 
 
 def test_what_the_prompts_of_a_dead_engine_wait_for(killed: list[Engine], capsys: pytest.CaptureFixture[str]) -> None:
