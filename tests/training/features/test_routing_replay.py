@@ -175,6 +175,8 @@ def test_mixtures_have_it_by_default(experts: int, command: dict[str, Any]) -> N
     args = run.parse(argv_of({**command, **MEGATRON}))
     RoutingReplay(args).check(checkpoint)
     assert RoutingReplay(args).is_on() == bool(experts)
+    # vLLM's plain ones are of temperature 1, and `routing/*` compares them with the trainer's, of the run's.
+    assert RoutingReplay(args).engine_args()["logprobs_mode"] == "processed_logprobs"
     args.rollout.routing_replay = "on"
     if not experts:
         with pytest.raises(UsageError, match="the model has no experts"):

@@ -32,7 +32,9 @@ class RoutingReplay(Feature):
 
     def engine_args(self) -> dict[str, Any]:
         extension = f"{__name__}.vllm_capture.CapturingExtension"
-        return {"enable_return_routed_experts": True, "worker_extension_cls": extension}
+        # The old policy's log-probs, with which the engines' are compared, are at the run's temperature.
+        at_temperature = {"logprobs_mode": "processed_logprobs"}
+        return {"enable_return_routed_experts": True, "worker_extension_cls": extension} | at_temperature
 
     def engine(self) -> EngineFeature:
         from openrlhf_gtpo.training.features.routing_replay.engine import RoutingReplayInEngine
