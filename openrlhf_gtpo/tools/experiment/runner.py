@@ -134,7 +134,9 @@ def _call(module: str, argv: Sequence[str], log: Path, show: Callable[[], bool])
     start = log.stat().st_size if log.exists() else 0
     shell = ["sh", "-c", 'log=$1; shift; exec "$@" >>"$log" 2>&1', "sh", str(log)]
     command = [*shell, sys.executable, "-m", module, *argv]
-    status = run_and_clear(command, os.environ, patience=60.0, hangs=show)
+    # Each training makes a W&B run of its own, or goes on in it (training/controller/wandb_run.py).
+    environment = {name: value for name, value in os.environ.items() if name != "WANDB_RUN_ID"}
+    status = run_and_clear(command, environment, patience=60.0, hangs=show)
     if status in _SIGNALS or status == STOPPED_STATUS:
         raise KeyboardInterrupt
     return status, f"ended with status {status} ({log}): {_last_words(log, start)}"

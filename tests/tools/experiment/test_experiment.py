@@ -183,6 +183,18 @@ def test_the_table_begins_with_the_baseline_and_the_page_compares_with_it(file: 
     assert "task, held-out reward at step 1: gtpo against grpo: no difference seen (+0.000" in page
 
 
+def test_no_two_runs_have_one_wandb_run(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that finds WANDB_RUN_ID goes on in that W&B run."""
+    given, train = [], runner.run_and_clear
+    monkeypatch.setenv("WANDB_RUN_ID", "of-the-caller")
+    monkeypatch.setenv("WANDB_PROJECT", "p")
+    monkeypatch.setattr(
+        runner, "run_and_clear", lambda command, env, **options: given.append(env) or train(command, env, **options)
+    )
+    assert experiment.main([str(file)]) == 0
+    assert len(given) == 3 and not any("WANDB_RUN_ID" in env or env["WANDB_PROJECT"] != "p" for env in given)
+
+
 def test_an_evaluation_of_one_method_does_not_end_the_experiment(file: Path) -> None:
     """The page then leaves out the baseline, and says so."""
     changed = yaml.safe_load(file.read_text()) | {"methods": {"gtpo": None, "grpo": None}, "baseline": "grpo"}
