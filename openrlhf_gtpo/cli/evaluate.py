@@ -1,4 +1,4 @@
-"""`python3 -m openrlhf_gtpo.cli.evaluate --model DIR --eval.dataset A,B --reward.remote_url FILE --output DIR`.
+"""`python3 -m openrlhf_gtpo.cli.evaluate --model MODEL --eval.dataset A,B --reward.remote_url FILE --output DIR`.
 
 Asks a model each question of some data sets several times, through vLLM, and prints mean@k, pass@k (unbiased), best@k,
 majority@k, lengths and how many answers were cut off, each with its standard error over questions. Flags that training
@@ -28,7 +28,7 @@ import psutil
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.cli import Parser, exit_status
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.platform.files import check_output, replace_text
+from openrlhf_gtpo.platform.files import check_output, model_folder, replace_text
 from openrlhf_gtpo.report.answers import per_question, summarize, table
 from openrlhf_gtpo.training.settings import prompts
 
@@ -45,9 +45,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python3 -m openrlhf_gtpo.cli.evaluate", description=__doc__)
     add = parser.add_argument
     folders = (
-        "Hugging Face folders, or Megatron checkpoints; the first of several is what the others are compared with"
+        "Hugging Face folders, names on the Hub, or Megatron checkpoints; the first of several is what the others are "
+        "compared with"
     )
-    add("--model", required=True, nargs="+", metavar="DIR", help=folders)
+    add("--model", required=True, nargs="+", metavar="MODEL", help=folders)
     add("--output", required=True, type=Path, metavar="DIR", help="gets answers and table")
     add("--eval.dataset", required=True, metavar="A,B", help="files, folders or names on the Hub")
     add("--eval.split", default="test", help="split of each data set")
@@ -86,7 +87,9 @@ def _evaluate(args: argparse.Namespace) -> None:
     check_output("--output", args.output / "scores.json")
     with TemporaryDirectory() as folder:
         model = args.model
-        if not Path(model, "config.json").is_file():
+        if not Path(model).is_dir():
+            model = str(model_of_hub(model))
+        elif not Path(model, "config.json").is_file():
             model = str(Path(folder) / "model")
             command = [sys.executable, "-m", "openrlhf_gtpo.cli.convert", "megatron-to-hf", args.model, model]
             # Its own process, as it uses only the CPU from then on.
@@ -159,6 +162,14 @@ def _ended_by_ctrl_c(folder: Path) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def model_of_hub(name: str) -> Path:
+    """The folder of a model of the Hub, weights included; UsageError if there is none, or no way to it."""
+    try:
+        return model_folder(name)
+    except UsageError as error:
+        raise UsageError(f"--model {error}") from error
 
 
 def checked_flags(args: argparse.Namespace) -> dict[str, Any]:
@@ -253,7 +264,7 @@ def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> 
         questions = questions_of(run, tokenizer, name, flags["eval.split"], variables)
         settings = {
             "model": args.model,
-            "weights": _digest(*_weights(Path(args.model))),
+            "weights": _digest(*_weights(Path(args.model if Path(args.model).is_dir() else model))),
             "questions": _digest(*(text for question in questions for text in question)),
             "n": flags["eval.n_samples_per_prompt"],
             "temperature": flags["eval.temperature"],

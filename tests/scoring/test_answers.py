@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shutil
+import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -272,11 +273,11 @@ def command(place: Path, output: str, **changed: Any) -> list[str]:
         ({"data.input_template": "Q: {}"}, "With --data.apply_chat_template no --data.input_template is read; leave "),
         (
             {"model": "/nowhere"},
-            "--model /nowhere is not a Hugging Face folder (no config.json): There is no checkpoint",
+            f"--model /nowhere is not a folder on {socket.gethostname()}, and cannot be had from the Hugging Face Hub",
         ),
         (
             {"model": __file__},
-            f"--model {__file__} is not a Hugging Face folder (no config.json): There is no checkpoint",
+            f"--model {__file__} is not a folder on {socket.gethostname()}, and cannot be had from the Hugging Face",
         ),
         (
             {"model": "tests"},
@@ -331,6 +332,32 @@ def test_success_is_decided_as_in_training(
         assert set(found["scores"]["eval"]["pass@2"]) == {expected}
         assert found["settings"]["eval"]["success_threshold"] == threshold.get("success_threshold", 1.0)
     assert torch.tensor(0.7 + 0.2 + 0.1) >= 1 > 0.7 + 0.2 + 0.1
+
+
+def test_a_model_of_the_hub(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """From the cache; the engine gets a folder with its weights, as with a folder's."""
+    cached = tmp_path / "cache" / "models--someone--something"
+    loaded: list[str] = []
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(place / "model", cached / "snapshots" / ("0" * 40))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cached.parent))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+    def load(model: str, flags: dict[str, Any]) -> Engine:
+        loaded.append(model)
+        return Engine()
+
+    monkeypatch.setattr(answers, "load_engine", load)
+    changed = {"model": "someone/something", "eval.n_samples_per_prompt": 2}
+    changed["eval.dataset"] = place / "task" / "eval.jsonl"
+    assert evaluate.main(command(tmp_path, "out", **changed)) == 0, capsys.readouterr().err
+    assert loaded == [str(cached / "snapshots" / ("0" * 40))]
+    settings = json.loads((tmp_path / "out" / "scores.json").read_text())["settings"]["eval"]
+    assert settings["model"] == "someone/something"
+    assert settings["weights"] == evaluate._digest(*evaluate._weights(Path(loaded[0]))) != evaluate._digest()
 
 
 def test_an_output_that_is_a_file(place: Path, capsys: pytest.CaptureFixture) -> None:
