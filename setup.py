@@ -40,7 +40,7 @@ setup(
     license_files=["LICENSE"],
     packages=find_packages(include=["openrlhf_gtpo*"]),
     package_data={"": ["*.css", "*.html", "*.js", "*.json", "*.jsonl", "*.md", "*.typed"]},
-    python_requires=">=3.10,<3.13",
+    python_requires=">=3.10",
     install_requires=[
         "Jinja2>=3.1",
         "matplotlib>=3.8",
@@ -91,6 +91,7 @@ setup(
         "Programming Language :: Python :: 3.10",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
 )
