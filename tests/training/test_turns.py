@@ -1,6 +1,7 @@
 """Conversations: what the policy sampled is its actions, and nothing else has credit, wherever it ends."""
 
 import asyncio
+import re
 from contextvars import copy_context
 from copy import copy
 from pathlib import Path
@@ -317,3 +318,14 @@ def test_a_program_does_not_find_its_label(sandbox: None, tmp_path: Path) -> Non
         ["looked", None],
         0.0,
     )
+
+
+def test_the_agent_of_the_documents_compares_numbers(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "agents.md").read_text("utf-8")
+    (tmp_path / "guess.py").write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])  # type: ignore[index]
+    executor: Any = import_file(str(tmp_path / "guess.py"), "--train.agent_func_path", "AgentExecutor")
+    for label in (12, "12"):
+        guess = executor.environment("?", label)
+        said = ["9", "Is it 100?", "no idea", "12."]
+        assert [asyncio.run(guess.reply(text)) for text in said] == ["higher", "lower", "higher", None]
+        assert asyncio.run(guess.score()) == (1.0, {"tries": 4.0, "last": "a text for dumps"})
