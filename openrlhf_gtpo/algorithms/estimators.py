@@ -79,5 +79,5 @@ ESTIMATORS = {
 
 
 def reads_versions(config: Any) -> bool:
-    """Whether the estimator with these settings asks which weights drew a token (SPEC §10, peers)."""
+    """Whether the estimator with these settings asks which weights drew a token (``peers``)."""
     return getattr(config, "peers", "all") == "same_version"

@@ -77,7 +77,7 @@ def test_advantages_equal_the_loops(variant, compare, mean, normalise_over):
 
 @pytest.mark.parametrize("variant, compare, mean", SHAPES)
 def test_tokens_of_the_same_weights_are_compared(variant, compare, mean):
-    """Several policy versions, SPEC section 10: equal to the loops; without versions there is nothing to compare."""
+    """Several policy versions: equal to the loops; without versions there is nothing to compare."""
     config = make_config(variant, compare=compare, entropy_mean=mean, peers="same_version")
     for seed in range(3):
         batch = ragged_batch(seed, empty_row=seed == 1)
