@@ -36,6 +36,24 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert target.exists() and (not anchor or anchor in anchors(target)), link
 
 
+@pytest.mark.parametrize("page", ALL, ids=lambda page: page.name)
+def test_files_and_programs_exist(page: Path) -> None:
+    """In the words, a file by the end of its path; in commands too, a whole path and a module. NAMES in capitals are
+    for the reader to fill in."""
+    rooms = "benchmarks|docker|docs|examples|openrlhf_gtpo|requirements|tests"
+    below = [path for room in rooms.split("|") for path in (ROOT / room).rglob("*.*")]
+    listed = [str(path.relative_to(ROOT)) for path in (*ROOT.glob("*.*"), *below)]
+    text = page.read_text(encoding="utf-8")
+    ends = re.findall(r"`([\w./-]+\.(?:py|sh))(?:::\w+)?`", text_of(page))
+    paths = re.findall(rf"(?<![\w./-])((?:{rooms})/[\w./-]*\w\.(?:py|sh|yaml|md|txt|lock|json|xz))\b", text)
+    modules = re.findall(r"\b(?:python3? -m |`)((?:openrlhf_gtpo|benchmarks)(?:\.[a-z_]+)+)", text)
+    files = {f"/{path}" for path in listed} | {f"/{path.removesuffix('/__init__.py')}.py" for path in listed}
+    named = {*ends, *paths, *(f"{module.replace('.', '/')}.py" for module in modules)}
+    others = ("vllm/", "openrlhf/")  # of packages
+    gone = [name for name in named if not any(file.endswith(f"/{name}") for file in files)]
+    assert [name for name in sorted(gone) if not (re.search("[A-Z]{3}", name) or name.startswith(others))] == []
+
+
 def test_flags_exist_and_are_documented() -> None:
     """The settings of an estimator or surrogate have their beginning in the documents, as ``--algo.gtpo.*``."""
     program = [sys.executable, "-m", "openrlhf_gtpo.cli.train_ppo_ray", "--help"]
