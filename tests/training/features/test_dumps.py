@@ -241,6 +241,19 @@ def test_a_replay_goes_on_from_a_checkpoint_of_the_sampled_runs_last_episode(
     assert run.step == 12 and len(actors.trained) == 1
 
 
+def test_a_dump_is_of_its_own_rollout_however_late_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an asynchronous run the next rollout is there at once."""
+    run = Run(rollout(), dump_arguments(tmp_path), monkeypatch)
+    run.make(1)
+    run.rollout.version, run.rollout.notes["routing"] = 7, {"flips": [0.25]}
+    run.rollout = Rows([], 0, False, version=8)
+    run.dumper.end()
+    settings = read_dump(find_dumps(tmp_path)[0]).settings
+    assert (settings["policy_version"], settings["routing"]) == (7, {"flips": [0.25]})
+
+
 def test_whole_groups_are_sampled_anew_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A generator of its own samples them: the run's generators stay where they were."""
     torch.manual_seed(1)

@@ -24,6 +24,7 @@ from openrlhf_gtpo.training.credit.entropy_credit import entropy_credit
 from openrlhf_gtpo.training.credit.rollout_batch import RolloutBatch
 from openrlhf_gtpo.training.feature import ControllerFeature
 from openrlhf_gtpo.training.features.dumps.ratios import take_ratios
+from openrlhf_gtpo.training.rows import Rollout
 
 _LONGEST_CHARACTER = 4  # tokens: the most bytes that a character has in UTF-8
 
@@ -63,7 +64,9 @@ class RolloutDumper(ControllerFeature):
             self._ratios = SimpleQueue()
             copies = list(map(copy, experiences))
             self._thread = threading.Thread(
-                target=self._write, args=(step, batch, copies, groups, self._ratios), name="rollout-dump"
+                target=self._write,
+                args=(step, self._run.rollout, batch, copies, groups, self._ratios),
+                name="rollout-dump",
             )
             self._thread.start()
         if step <= args.critic.freezing_steps + 1:  # the actor trains on these rows later, beside those of other steps
@@ -87,6 +90,7 @@ class RolloutDumper(ControllerFeature):
     def _write(
         self,
         step: int,
+        rollout: Rollout,
         batch: RolloutBatch,
         experiences: list[Experience],
         groups: set[int],
@@ -99,16 +103,16 @@ class RolloutDumper(ControllerFeature):
             seen = ratios.get()  # once the step is trained
             for part, name in enumerate(("ratio", "clipped")):
                 columns[name] = [seen[row["row"]][part][_of_response(row)] for row in rows] if seen else None
-            write_dump(path, self._settings(step, batch), columns)
+            write_dump(path, self._settings(step, rollout, batch), columns)
         except Exception as error:  # a full disk, a tokenizer that cannot decode: no reason to lose the run
             print(f"Warning: rollouts of step {step} were not dumped to {path}: {error}", flush=True)
 
-    def _settings(self, step: int, batch: RolloutBatch) -> dict[str, Any]:
+    def _settings(self, step: int, rollout: Rollout, batch: RolloutBatch) -> dict[str, Any]:
         args = self.args
         return {
             "openrlhf_gtpo": __version__,
             "step": step,
-            "policy_version": self._run.rollout.version,  # the steps that the sampling policy was trained for
+            "policy_version": rollout.version,  # the steps that the sampling policy was trained for
             "model": str(args.actor.model_name_or_path),
             "seed": args.train.seed,
             "temperature": args.rollout.temperature,
@@ -120,7 +124,7 @@ class RolloutDumper(ControllerFeature):
             "max_steps": self._max_steps,
             "vocabulary": self._vocabulary,
             "outcome_dtype": str(batch.outcome.dtype).removeprefix("torch."),
-            **self._run.rollout.notes,
+            **rollout.notes,
         }
 
     def _rows(
