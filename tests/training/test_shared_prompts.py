@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from openrlhf.models.model import _get_reward_model
 
 from openrlhf_gtpo.shared_prompts.tree import Tree
 from openrlhf_gtpo.training.actors import shared_prompts
@@ -43,7 +44,8 @@ Rows = list[tuple[torch.Tensor, torch.Tensor]]
 def causal_lm(family: str) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
     name = CLASSES.get(family, family.capitalize())
-    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**SIZES))
+    sizes = SIZES | ({"sliding_window": 512} if family == "olmo3" else {})  # which no layer here has
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes))
     model.config.use_cache = False
     return model
 
@@ -107,6 +109,26 @@ def values_and_gradients(actor: PolicyModel, rows: Rows) -> tuple[torch.Tensor, 
     weights = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0)) * mask
     ((log_probs + 0.1 * entropy) * weights).sum().backward()
     return log_probs[mask].detach(), entropy[mask].detach(), {n: p.grad for n, p in actor.model.named_parameters()}
+
+
+def test_a_reward_model_reads_last_tokens() -> None:
+    """Upstream's, whose rewards are of rows' last tokens; a critic is in ``test_optimizer_steps.py``."""
+    shared_prompts.register()
+    config = transformers.LlamaConfig(**SIZES)
+    config.normalize_reward = False
+    kind = _get_reward_model(transformers.LlamaPreTrainedModel, transformers.LlamaModel, packing_samples=True)
+    rewards = []
+    for shares in (False, True):
+        torch.manual_seed(0)
+        model = kind(config).eval()
+        model.packing_samples = shares
+        if shares:
+            model.set_attn_implementation(shared_prompts.NAME)
+            shared_prompts.share(model, last_tokens=True)
+        data = padded(CASES["a group"])
+        with torch.no_grad():
+            rewards.append(model(data["sequences"], data["attention_mask"]))
+    torch.testing.assert_close(*rewards, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", sorted(PLAIN_HEADS))

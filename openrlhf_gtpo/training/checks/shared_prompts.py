@@ -46,6 +46,8 @@ def _hindrances(args: SimpleNamespace, models: Sequence[Model]) -> Iterator[str]
         yield "--ds.lora.dropout drops other entries in each row"
     for model in models:
         yield from _of_model(model.config, str(model))
+        if args.actor.backend == "deepspeed" and getattr(model.config, "attention_dropout", 0):
+            yield f"{model} has dropout in its attention"
 
 
 def _on_deepspeed(args: SimpleNamespace) -> Iterator[str]:
@@ -71,5 +73,3 @@ def _of_model(config: Any, name: str) -> Iterator[str]:
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if kinds - {"full_attention"} or (not kinds and window is not None):
         yield f"{name} has layers that see a window of tokens"
-    if getattr(config, "attention_dropout", 0):
-        yield f"{name} has dropout in its attention"
