@@ -44,11 +44,13 @@ def run_step(run: "Controller", sample: Callable[[], Rollout]) -> Rollout:
     run.adapt_kl_coefficient(metrics)  # of the next step
     run.step = step
 
-    # Send weights, once no engine samples (``--train.async_enable``): their next rows are the new policy's.
+    # Send weights, once no engine samples (``--train.async_enable``): their next rows are the new policy's. If the
+    # next rollout has failed, this step is the run's last.
     with run.phase(names.GENERATION, metrics):
         run.rollouts.drain()
     with run.phase(names.BROADCAST, metrics):
-        run.send_weights()
+        if not run.rollouts.has_failed:
+            run.send_weights()
 
     # Log, also a step that a feature ends the run for.
     metrics |= run.describe(rollout, own, metrics)

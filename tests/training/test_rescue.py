@@ -217,7 +217,7 @@ def test_rescued_rows_are_trained_on_with_the_steps_own() -> None:
         features=(),
         phase=lambda name, metrics: nullcontext(),
         sampled=lambda rollout: None,
-        rollouts=SimpleNamespace(drain=lambda: None),
+        rollouts=SimpleNamespace(drain=lambda: None, has_failed=False),
         maker=SimpleNamespace(make=lambda rows, own=True: [*rows]),
         deal=dealt.append,
         train=lambda step: {},

@@ -29,7 +29,7 @@ from openrlhf_gtpo.training.controller.metrics import (
     sources_of,
     step_warnings,
 )
-from openrlhf_gtpo.training.controller.rollouts import Rollouts
+from openrlhf_gtpo.training.controller.rollouts import LOADER, Rollouts
 from openrlhf_gtpo.training.controller.saving import Saver
 from openrlhf_gtpo.training.controller.step_costs import StepCosts
 from openrlhf_gtpo.training.controller.stop import stop_file
@@ -45,7 +45,7 @@ from openrlhf_gtpo.training.step import run_steps
 _KL_COEFFICIENT = "kl_coefficient"  # in a checkpoint
 
 # What a run starts from without a checkpoint, by upstream's names.
-_FRESH: Mapping[str, Any] = {"episode": 0, "global_step": 0, "total_consumed_prompts": 0, "data_loader_state_dict": {}}
+_FRESH: Mapping[str, Any] = {"episode": 0, "global_step": 0, "total_consumed_prompts": 0, LOADER: {}}
 
 
 class Controller:
@@ -112,7 +112,8 @@ class Controller:
         self.rollout = Rollout([], 0, False)
         self.maker = ExperienceMaker(strategy, self.models, self.kl_control, self.tokenizer, self.features)
         self.trackers = Trackers(args)
-        self.watched = Watched(args, [group for group in self.models if group is not None])
+        groups = [group for group in self.models if group is not None]
+        self.watched = Watched(args, groups, self.rollouts.is_moving)
         self.saver = Saver(args, self.models, lambda: self._show(names.CHECKPOINT))
         self.costs = StepCosts(args, actor, engines)
         self.warnings: dict[str, str] = {}  # of the last step
@@ -156,8 +157,8 @@ class Controller:
         try:
             if begun:  # keep engines and prompts in sync with the checkpoint
                 self.send_weights()
-                if states["data_loader_state_dict"]:
-                    self.prompts.load_state_dict(states["data_loader_state_dict"])
+                if states[LOADER]:
+                    self.prompts.load_state_dict(states[LOADER])
             run_steps(self)
         except StoppedOnRequest:
             self.trackers.flush()
@@ -373,15 +374,18 @@ class Controller:
 
     def evaluate_if_due(self) -> None:
         """Evaluate ``--eval.dataset`` every ``--eval.steps`` steps, and keep the best checkpoint."""
-        if self.held_out is not None and self.step % self.args.eval.steps == 0:
+        due = self.held_out is not None and self.step % self.args.eval.steps == 0
+        if due and not self.rollouts.has_failed:  # a run that goes on from here makes it up
             self.saver.save_if_best(self._evaluate(), self.step, self._states())
             self._begin_step()
 
     @torch.no_grad()
     def _evaluate(self) -> dict[str, float]:
-        self._show(names.EVALUATION)
         args = self.args
         with self.rollouts.still():
+            if not self.engines.serving:  # the last died while a step trained
+                self.send_weights()
+            self._show(names.EVALUATION)
             rows = self.sampler.evaluate(args.eval.temperature, args.eval.n_samples_per_prompt)
         sources = sources_of(self.held_out)
         metrics = eval_metrics(rows, sources, args.eval.n_samples_per_prompt)
@@ -426,7 +430,7 @@ class Controller:
         draw all of its prompts again (torchdata 0.11.0, StatefulDataLoader.__iter__).
         """
         with self.rollouts.still():
-            states = {"data_loader_state_dict": self.prompts.state_dict(), **self.rollouts.state()}
+            states = {LOADER: self.prompts.state_dict(), **self.rollouts.state()}
         states |= {
             "episode": self.episode + int(self.rollout.exhausted),
             "global_step": self.step,

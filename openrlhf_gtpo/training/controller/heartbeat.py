@@ -1,12 +1,14 @@
 """The run's sign of life, for the process that supervises it (``--train.stall_timeout``)."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.heartbeat import Heartbeat
 from openrlhf_gtpo.training.controller.failures import answering
+from openrlhf_gtpo.training.rollout.rewards import Patience
 
 
 class Watched:
@@ -14,11 +16,13 @@ class Watched:
 
     Args:
         groups: of Ray actors, which must answer while engines sample.
+        is_moving: whether what a step waits for has moved in so many seconds.
     """
 
-    def __init__(self, args: SimpleNamespace, groups: Sequence[Any]) -> None:
+    def __init__(self, args: SimpleNamespace, groups: Sequence[Any], is_moving: Callable[[float], bool]) -> None:
         self._heartbeat = Heartbeat(args.ckpt.path) if args.train.stall_timeout else None
-        self._groups = groups
+        self._groups, self._is_moving = groups, is_moving
+        self._seconds = math.prod(Patience.of(args))  # a reward may hang in each of its tries
 
     def show(self, phase: str) -> None:
         """The run begins a phase."""
@@ -26,7 +30,12 @@ class Watched:
             # How long sampling takes is up to engines and rewards, which are watched from here. Ranks wait meanwhile.
             sampling = phase in (names.GENERATION, names.EVALUATION)
             ranks = [rank for group in self._groups for rank in group._actor_handlers]
-            self._heartbeat.beat(answering(ranks) if sampling else None)
+            ranks_answer = answering(ranks)
+
+            def goes_on() -> bool:
+                return ranks_answer() and (phase != names.GENERATION or self._is_moving(self._seconds))
+
+            self._heartbeat.beat(goes_on if sampling else None)
 
     def wait(self) -> None:
         """The run waits for what may take as long as it needs."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 # In a checkpoint: what was sampled, or asked for, and not trained on.
 _AHEAD, IN_FLIGHT = "rollouts_ahead", "prompts_in_flight"
+LOADER = "data_loader_state_dict"
 _NUMBERS = ("prompts", "exhausted", "passed", "tokens", "dropped", "version", "seconds")  # of a rollout
 
 
@@ -46,6 +47,8 @@ class Rollouts:
         self._under_way: Future[list[Rollout]] | None = None
         self._changed = threading.Condition()
         self._lacks_engines = False
+        self._failure: BaseException | None = None  # on the thread that samples
+        self._place: Any = None  # of the loader, before the rollout that is sampled ahead
 
     def begin(self, episodes: int) -> None:
         """``episodes`` follow, in which those begin that are ready."""
@@ -60,21 +63,20 @@ class Rollouts:
         if not self.ahead:
             return self._sample()
         while not self._ready:
+            self._raise_failure()
             self._begin_next()
             self.drain()
             if self._lacks_engines:  # and no step is going to send weights
                 self._run.send_weights()
         rollout = self._ready.pop(0)
         if not self._ready and self._episodes > 0 and all(each.may_sample_ahead() for each in self._run.features):
+            self._place = self._run.prompts.state_dict()
             self._begin_next()
         return rollout
 
     def drain(self) -> None:
-        """Wait until no engine samples: the rollout ahead is complete, or waits for an engine that has weights.
-
-        Raises:
-            Exception: what the sampler raised.
-        """
+        """Wait until no engine samples: the rollout ahead is complete, has failed, or waits for an engine that has
+        weights."""
         if self._under_way is None:
             return
         under_way = self._under_way
@@ -82,10 +84,24 @@ class Rollouts:
             self._changed.wait_for(lambda: under_way.done() or self._lacks_engines)
         if not under_way.done():
             return
-        self._under_way = None
-        if under_way.exception() is not None:
+        self._under_way, self._failure = None, under_way.exception()
+        if self._failure is None:
+            self._ready += under_way.result()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether :meth:`next` is going to raise what ended the sampling, once the step in progress is logged."""
+        return self._failure is not None
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
             self._run.complete_checkpoint()
-        self._ready += under_way.result()
+            raise self._failure
+
+    def is_moving(self, seconds: float) -> bool:
+        """Whether what the trainer waits for has moved in so many ``seconds``; a rollout may take as long as it
+        likes."""
+        return True
 
     def wait_for_weights(self) -> None:
         """On the thread that samples: wait until weights are sent, because no engine is left."""
@@ -125,8 +141,11 @@ class Rollouts:
         return busy
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: what is sampled and not trained on. Labels, which the rewards have read, are left out."""
+        """For a checkpoint: what is sampled and not trained on, and the loader's place if it is another than now.
+        Labels, which the rewards have read, are left out."""
         assert self._under_way is None, "engines sample"
+        if self.has_failed:  # its prompts are drawn again
+            return {LOADER: self._place}
         packed = []
         for rollout in self._ready:
             numbers = {name: getattr(rollout, name) for name in _NUMBERS}

@@ -259,23 +259,37 @@ def test_with_no_engine_left_a_rollout_waits_for_weights(
     assert len(sent) == 4 + (rollout == 1)
 
 
-def test_what_fails_on_the_thread_ends_the_run_once_its_checkpoint_is_complete(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("fails", range(2, 7))
+@pytest.mark.parametrize("flags", [(), ("--algo.dynamic_filtering_enable",)], ids=["all", "filtered"])
+def test_a_rollout_that_fails_does_not_cost_the_step_before_it(
+    flags: tuple[str, ...], fails: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    run = Run(monkeypatch, tmp_path, 16, *AHEAD)
-    sample, begun, completed = run.controller.sampler.sample, [], []
+    """It is logged and saved once it is trained, and a run that goes on from it samples that rollout again."""
+    argv = (*flags, *AHEAD)
+    whole, run = (Run(monkeypatch, tmp_path / name, 18, *argv) for name in ("whole", "fails"))
+    whole.controller.fit()
+    groups, begun, completed = run.controller.sampler._groups, [], []
 
-    def sampled() -> Rollout:
+    def sampled(*given: Any) -> Any:
         begun.append(1)
-        if len(begun) == 3:
+        found = groups(*given)
+        if len(begun) == fails:  # its prompts are drawn
             raise TrainingStopped("enough")
-        return sample()
+        return found
 
-    run.controller.sampler.sample = sampled
-    monkeypatch.setattr(run.controller.saver, "publish", lambda wait=False: completed.append(wait))
+    publish = run.controller.saver.publish
+    run.controller.sampler._groups = sampled
+    run.controller.saver.publish = lambda wait=False: completed.append(wait) or publish(wait)
     with pytest.raises(TrainingStopped, match="enough"):
         run.controller.fit()
-    assert completed[-1] is True and len(run.trained) == 2
+    assert completed[-1] is True
+    trained = [step for step, _ in run.trained]
+    assert trained and trained == [row["step"] for row in run.metrics()]
+    assert [*run.actors.saved] == [f"global_step{step}" for step in trained]
+    states = run.actors.saved[f"global_step{trained[-1]}"]["client_states"]
+    again = Run(monkeypatch, tmp_path / "again", 18, *argv, loaded=states)
+    again.controller.fit()
+    assert run.trained + again.trained == whole.trained
 
 
 def test_an_audited_rollout_is_not_sampled_ahead(tmp_path: Path) -> None:
