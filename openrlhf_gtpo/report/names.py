@@ -26,7 +26,6 @@ RESTARTS_ENGINES = "restarts/engines"  # since the start of the trainer
 STALENESS_MEAN = "staleness/mean"  # steps between the policy that sampled a token and the one that trains on it
 STALENESS_MAX = "staleness/max"
 STALENESS_SPREAD = "staleness/spread"  # steps between the oldest and the newest token of a group, on average
-STALENESS_DROPPED = "staleness/dropped"  # groups that were too old, and are sampled again
 IDLE_TRAINER = "idle/trainer"  # seconds of a step in which the trainer waited for engines
 IDLE_ENGINES = "idle/engines"  # seconds of a step in which engines had nothing to sample
 DROPPED_PROMPTS = "rollout/dropped_prompts"  # of the step

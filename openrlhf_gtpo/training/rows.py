@@ -178,7 +178,6 @@ class Rollout:
         exhausted: whether no prompt is left in the episode.
         tokens: sampled, whatever became of them.
         dropped: prompts whose reward or agent failed.
-        stale: groups that were too old to be trained on, and were asked for again.
         step: the number of the step, if it is not the next one.
         version: the step whose weights the engines had when they began.
         seconds: that the engines took.
@@ -191,7 +190,6 @@ class Rollout:
     passed: float | None = None
     tokens: int = 0
     dropped: int = 0
-    stale: int = 0
     others: list[Row] = field(default_factory=list)
     step: int | None = None
     version: int = 0

@@ -1,10 +1,11 @@
 """A stream of prompts in place of a loop over rollouts (``--train.partial_rollout_enable``): engines sample all the
 time, and weights change between two tokens of a response.
 
-At every transfer the engines are paused. After it prompts are drawn until those of ``1 + max_staleness`` steps are in
-flight or ready; a step trains on the groups that are complete first. Trained on in the order in which they were drawn,
-no group would be older than ``--train.max_staleness`` steps. One that others have overtaken may be: it is dropped, and
-asked again under its number.
+At every transfer the engines are paused. After it prompts are drawn until those of ``1 + (N + 1) // 2`` steps are in
+flight or ready, with N = ``--train.max_staleness``. No group is trained on more than N steps after it was asked for,
+and none is dropped for its age: a step takes the groups that are complete first, but waits for one that the steps
+after it could not take any more. With prompts of 1 + N steps in flight that would be first in, first out; with fewer,
+short responses overtake long ones.
 
 A thread collects what engines answer, under the condition's lock. :meth:`still` takes it too: while weights are sent,
 a checkpoint is written or the policy is evaluated, nothing is drawn or asked.
@@ -30,11 +31,11 @@ from openrlhf_gtpo.training.rows import Request, Rollout, Row, ages
 if TYPE_CHECKING:
     from openrlhf_gtpo.training.controller.controller import Controller
 
-_COUNTS = ("prompts", "tokens", "dropped", "stale")  # of what was sampled for the next step
+_COUNTS = ("prompts", "tokens", "dropped")  # of what was sampled for the next step
 _LOOK_EVERY = 0.2  # seconds after which the thread learns of new requests
 
 
-@dataclass
+@dataclass(eq=False)
 class _Prompt:
     """A prompt that was drawn and not trained on."""
 
@@ -55,13 +56,14 @@ class Stream(Rollouts):
     def __init__(self, run: "Controller", max_staleness: int) -> None:
         super().__init__(run, ahead=True)
         self._max_staleness = max_staleness
+        self._ahead = (max_staleness + 1) // 2  # steps whose prompts are in flight beside the next one's
         self._prompts: dict[int, _Prompt] = {}  # all that were drawn and not trained on, by number
         self._complete: list[_Prompt] = []  # those of them that have rows, in the order in which they came
         self._groups: Groups | None = None  # which engines were asked for; made at the beginning
         self._drawing = 0  # the episode whose prompts are drawn
         self._end = 0  # the first episode that the run does not have
         self._next = Rollout([], 0, False)  # counts what was sampled since the last step
-        self._failure: BaseException | None = None
+        self._moved_at = 0.0  # when an engine last answered, or the run did something else than to wait for one
         self._ended = False
 
     def begin(self, episodes: int) -> None:
@@ -69,10 +71,10 @@ class Stream(Rollouts):
         self._drawing = max(self._drawing, self._run.episode)
         self._end = self._run.episode + episodes
         self._groups = Groups(self._run.sampler, self._run.sampler.training_params())
+        self._moved_at = time.monotonic()
         for prompt in self._prompts.values():  # of a checkpoint
             if not prompt.rows:
                 self._ask(prompt)
-        self._draw_ahead()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
@@ -84,13 +86,12 @@ class Stream(Rollouts):
         """
         with self._changed:
             while True:
-                self._changed.wait_for(lambda: self._failure or self._lacks_engines or self._is_enough())
-                if self._failure is not None:
-                    self._run.complete_checkpoint()
-                    raise self._failure
+                self._raise_failure()
                 if self._lacks_engines:  # and no step is going to send weights
                     self._run.send_weights()
-                elif not self._ask_stale_again():
+                self._draw_ahead()  # the next episode, if the rest of the last one was filtered or dropped
+                self._changed.wait_for(lambda: self.has_failed or self._lacks_engines or self._chosen() is not None)
+                if not (self.has_failed or self._lacks_engines):
                     return self._take()
 
     def drain(self) -> None:
@@ -109,19 +110,22 @@ class Stream(Rollouts):
         """Within this block no prompt is drawn, and no engine asked for a response to train on."""
         with self._changed:
             yield
+            self._moved_at = time.monotonic()
+
+    def is_moving(self, seconds: float) -> bool:
+        return not self._groups or time.monotonic() - self._moved_at < seconds
 
     def end(self) -> None:
         """No step follows."""
         self._ended = True
 
     def describe(self, rollout: Rollout, step: int) -> dict[str, float]:
-        """Metrics of the versions that the rollout's tokens are of, and of the groups that were too old for it."""
+        """Metrics of the versions that the rollout's tokens are of."""
         groups: dict[int, list[np.ndarray]] = {}
         for row in rollout.rows:
             groups.setdefault(row.number, []).append(ages(row, rollout.version, step))
         spreads = [np.ptp(found) if len(found) else 0 for found in map(np.concatenate, groups.values())]
-        more = {names.STALENESS_SPREAD: float(np.mean(spreads)), names.STALENESS_DROPPED: float(rollout.stale)}
-        return staleness(rollout, step) | more
+        return staleness(rollout, step) | {names.STALENESS_SPREAD: float(np.mean(spreads))}
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: groups that are ready, prompts in flight, and counts for the next step."""
@@ -152,14 +156,14 @@ class Stream(Rollouts):
             if count:
                 self._complete.append(prompt)
         self._drawing = kept["drawing"]
-        for name, count in zip(_COUNTS, kept["counts"], strict=True):
+        for name, count in zip(_COUNTS, kept["counts"], strict=False):  # an earlier version's have one more
             setattr(self._next, name, count)
         return len(self._prompts) + self._next.prompts
 
     def _draw_ahead(self) -> None:
         """Draw and ask for the next step, and for as many after it as features let be sampled with these weights."""
         ahead, features, per_step = 0, self._run.features, self._run.sampler.per_rollout
-        while ahead < self._max_staleness and all(each.may_sample_ahead(ahead + 1) for each in features):
+        while ahead < self._ahead and all(each.may_sample_ahead(ahead + 1) for each in features):
             ahead += 1
         drawn = Counter(prompt.episode for prompt in self._prompts.values())
         while self._drawing < self._end:
@@ -184,41 +188,37 @@ class Stream(Rollouts):
         prompt.version = self._run.version
         self._groups.ask(prompt.request)
 
-    def _mine(self) -> list[_Prompt]:
-        return [prompt for prompt in self._complete if prompt.episode == self._run.episode]
-
-    def _is_over(self) -> bool:
-        """Whether the episode has no prompt that is to be complete yet."""
-        mine = (each for each in self._prompts.values() if each.episode == self._run.episode)
-        return self._drawing > self._run.episode and all(prompt.rows for prompt in mine)
-
-    def _is_enough(self) -> bool:
-        return len(self._mine()) >= self._run.sampler.per_rollout or self._is_over()
-
-    def _ask_stale_again(self) -> bool:
-        """Drop groups that are older than ``max_staleness``; whether there was one."""
-        stale = [
-            prompt
-            for prompt in self._mine()
-            if max(ages(row, prompt.version, self._run.version + 1).max(initial=0) for row in prompt.rows)
-            > self._max_staleness
-        ]
-        for prompt in stale:
-            self._complete.remove(prompt)
-            prompt.rows = []
-            self._ask(prompt)
-        self._next.stale += len(stale)
-        return bool(stale)
+    def _chosen(self) -> list[_Prompt] | None:
+        """The groups that the next step takes; None if it waits for more."""
+        version, episode, per_step = self._run.version, self._run.episode, self._run.sampler.per_rollout
+        ready = [prompt for prompt in self._complete if prompt.episode == episode]
+        mine = [prompt for prompt in self._prompts.values() if prompt.episode == episode]
+        size = min(per_step, len(mine)) if self._drawing > episode else per_step
+        if len(ready) < size:
+            return None
+        chosen: dict[int, _Prompt] = {}
+        for later in range(self._max_staleness + 1):
+            # So many steps later groups of this version are taken for the last time. The steps after this one take
+            # ``later * per_step`` of them until then, and this one the others.
+            last = version + later - self._max_staleness
+            due = min(sum(prompt.version <= last for prompt in mine) - later * per_step, size)
+            for prompt in ready:
+                if len(chosen) < due and prompt.version <= last:
+                    chosen[prompt.request.number] = prompt
+            if len(chosen) < due:
+                return None
+        rest = [prompt for prompt in ready if prompt.request.number not in chosen]
+        return [*chosen.values(), *rest[: size - len(chosen)]]
 
     def _take(self) -> Rollout:
-        mine = self._mine()
-        taken = mine[: self._run.sampler.per_rollout]
-        exhausted = self._is_over() and len(taken) == len(mine)
+        taken = self._chosen()
+        assert taken is not None
         for prompt in taken:
             self._complete.remove(prompt)
             del self._prompts[prompt.request.number]
         rollout, self._next = self._next, Rollout([], 0, False)
-        rollout.exhausted = exhausted
+        episode = self._run.episode
+        rollout.exhausted = self._drawing > episode and all(each.episode > episode for each in self._prompts.values())
         rollout.version = min((prompt.version for prompt in taken), default=0)
         groups = {prompt.request.number: prompt.rows for prompt in taken}
         return self._run.sampler.rollout(groups, rollout.prompts + len(taken), rollout)
@@ -236,6 +236,7 @@ class Stream(Rollouts):
                 answered = groups.answered(_LOOK_EVERY)
                 waited = time.perf_counter() - began
                 with self._changed:
+                    self._moved_at = time.monotonic() if answered else self._moved_at
                     self._busy += waited
                     self._next.seconds += waited
                     for request, parts in groups.complete(answered):
@@ -249,7 +250,8 @@ class Stream(Rollouts):
     def _collect(self, request: Request, parts: Parts) -> None:
         sampler, prompt = self._run.sampler, self._prompts[request.number]
         filters = self._run.args.algo.dynamic_filtering_enable
-        prompt.rows = sampler.kept(parts, self._next, sampler.may_drop(sampler.per_rollout), filters)
+        may_drop = sampler.may_drop(max(sampler.per_rollout, len(self._prompts)))
+        prompt.rows = sampler.kept(parts, self._next, may_drop, filters)
         if prompt.rows:
             self._complete.append(prompt)
             return

@@ -5,6 +5,10 @@ token is older than it may be, and a run goes on from any of its checkpoints.
 import random
 import threading
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +19,13 @@ import ray
 
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.report import names
+from openrlhf_gtpo.report.heartbeat import Heartbeat
 from openrlhf_gtpo.report.metrics import read_runs
+from openrlhf_gtpo.training.controller.stream import Stream
 from openrlhf_gtpo.training.feature import ControllerFeature
 from openrlhf_gtpo.training.rollout import groups
 from openrlhf_gtpo.training.rollout.packed import unpack_json
-from openrlhf_gtpo.training.rows import Row
+from openrlhf_gtpo.training.rows import Dropped, Row
 from tests.support.controllers import controller, engine_handle, run_arguments
 from tests.training.controller import test_rollouts
 from tests.training.controller.test_rollouts import Actors
@@ -37,7 +43,7 @@ class Engine:
         version: of its weights.
         paused: whether it has been told to pause.
         asked: (prompt's number, version) of each request.
-        until: for a prompt's number, the version with which its first request ends; others end after a moment.
+        until: for a prompt's number, the version with which its request ends; others end after a moment.
     """
 
     def __init__(self) -> None:
@@ -57,9 +63,8 @@ class Engine:
         self.paused = paused
 
     def sample(self, request: Any, *given: Any) -> "Answer":
-        again = any(number == request.number for number, _ in self.asked)
         self.asked.append((request.number, self.version))
-        return Answer(self, request, 0 if again else self.until.get(request.number, 0), self._random.uniform(0, 0.03))
+        return Answer(self, request, self.until.get(request.number, 0), self._random.uniform(0, 0.03))
 
 
 class Answer:
@@ -93,7 +98,13 @@ class Run:
     """
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, folder: Path, prompts: int, *argv: str, loaded: Any = None
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        folder: Path,
+        prompts: int,
+        *argv: str,
+        loaded: Any = None,
+        held_out: int = 0,
     ) -> None:
         argv += (*ARGV, *IN_FLIGHT, *(("--ckpt.load_enable",) if loaded else ()))
         self.args = run_arguments(folder, *argv, estimator="group_norm", samples=GROUP)
@@ -101,7 +112,8 @@ class Run:
         self.actors = Actors(loaded)
         self.actors.broadcast_to_vllm = self.sent  # type: ignore[method-assign]
         self.actors.fit = self.fitted  # type: ignore[method-assign]
-        self.controller = controller(monkeypatch, self.args, self.actors, prompts, 0, [self.engine.handle()])
+        self.controller = controller(monkeypatch, self.args, self.actors, prompts, held_out, [self.engine.handle()])
+        self.controller.engines.watch = lambda: None  # whose thread would outlive the test, and ask Ray
         monkeypatch.setattr(ray, "wait", self.wait)
         self.trained: list[list[int]] = []
         self.ages: list[list[int]] = []
@@ -149,11 +161,11 @@ def test_each_prompt_is_trained_once_and_no_token_is_too_old(
     per_episode = -(-prompts // BATCH)
     assert len(run.trained) == 2 * per_episode
     assert sorted(sum(run.trained[:per_episode], [])) == list(range(prompts)), "episodes are mixed"
-    assert max(map(max, run.ages)) == staleness and min(map(min, run.ages)) == 0
-    if not staleness:  # otherwise one may be overtaken, and too old
-        assert all(row[names.STALENESS_DROPPED] == 0 for row in run.metrics())
-    # Before anything is trained, as many are asked for as are ahead of it.
-    assert len([version for _, version in run.engine.asked if version == 0]) == BATCH * (1 + staleness)
+    ahead = (staleness + 1) // 2
+    assert ahead <= max(map(max, run.ages)) <= staleness and min(map(min, run.ages)) == 0
+    # Nobody is asked twice; before anything is trained, for as many as are ahead of it.
+    assert sorted(number for number, _ in run.engine.asked) == list(range(2 * prompts))
+    assert len([version for _, version in run.engine.asked if version == 0]) == BATCH * (1 + ahead)
     assert not run.engine.paused
     for row, ages in zip(run.metrics(), run.ages, strict=True):
         assert (row[names.STALENESS_MEAN], row[names.STALENESS_MAX]) == (np.mean(ages), max(ages))
@@ -161,15 +173,51 @@ def test_each_prompt_is_trained_once_and_no_token_is_too_old(
         assert row[names.STALENESS_SPREAD] == np.mean(spreads)
 
 
-def test_a_group_that_is_too_old_is_dropped_and_asked_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    run = Run(monkeypatch, tmp_path, 24)
-    run.engine.until = {1: 3}
+@pytest.mark.parametrize(("staleness", "until"), [(1, 0), (1, 1), (2, 1), (2, 2), (4, 3), (4, 4)])
+def test_a_step_waits_for_a_group_that_the_next_one_could_not_take(
+    staleness: int, until: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Prompt 1 is asked with the first weights and answered with those of ``until``, up to the last that may."""
+    run = Run(monkeypatch, tmp_path, 24, "--train.max_staleness", f"{staleness}")
+    run.engine.until = {1: until}
     run.controller.fit()
     assert sorted(number for step in run.trained for number in step) == list(range(48))
-    asked = [version for number, version in run.engine.asked if number == 1]
-    assert asked[0] == 0 and asked[1:] == [asked[1]] and asked[1] >= 3
-    assert sum(row[names.STALENESS_DROPPED] for row in run.metrics()) == 1
-    assert max(map(max, run.ages)) == 1
+    assert until <= next(place for place, numbers in enumerate(run.trained) if 1 in numbers) <= staleness
+    assert sorted(number for number, _ in run.engine.asked) == list(range(48))
+    assert max(map(max, run.ages)) <= staleness
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize("seed", range(8))
+def test_the_choice_leaves_what_later_steps_can_take(seed: int, staleness: int) -> None:
+    """Whatever is complete when, each step takes as many groups as it may, and none of them is too old."""
+    chance = random.Random(seed)
+    sampler = SimpleNamespace(per_rollout=BATCH)
+    run = SimpleNamespace(sampler=sampler, version=0, episode=0, features=[])
+    stream = Stream(run, staleness)  # type: ignore[arg-type]
+    stream._end, drawn = 1, 0
+
+    def draw() -> Any:
+        nonlocal drawn
+        drawn += 1
+        return SimpleNamespace(number=drawn - 1) if drawn <= 50 else None
+
+    sampler.draw, stream._ask = draw, lambda prompt: setattr(prompt, "version", run.version)
+    taken: list[Any] = []
+    while len(taken) < 50:
+        stream._draw_ahead()
+        while (chosen := stream._chosen()) is None:
+            [*waiting] = [prompt for prompt in stream._prompts.values() if prompt not in stream._complete]
+            stream._complete.append(chance.choice(waiting))  # if none is left, the step waits for ever
+        assert len(chosen) == min(BATCH, 50 - len(taken))
+        assert all(run.version - prompt.version <= staleness for prompt in chosen)
+        for prompt in chosen:
+            stream._complete.remove(prompt)
+            taken.append(stream._prompts.pop(prompt.request.number))
+        run.version += 1
+    assert sorted(prompt.request.number for prompt in taken) == list(range(50))
+    overtaken = any(earlier.version > later.version for earlier, later in pairwise(taken))
+    assert overtaken == (staleness > 1), "with all that may be in flight, it is first in, first out"
 
 
 @pytest.mark.parametrize("flags", [(), ("--algo.dynamic_filtering_enable",)], ids=["all", "filtered"])
@@ -227,6 +275,85 @@ def test_without_staleness_it_is_the_synchronous_run(monkeypatch: pytest.MonkeyP
                 np.testing.assert_equal(ours[name], value, err_msg=name)
 
 
+@pytest.mark.parametrize(
+    ("prompts", "staleness", "filtered"),
+    [
+        (8, 1, range(8)),
+        (8, 0, range(4, 8)),
+        (9, 0, range(8, 9)),
+        (12, 1, range(4, 12)),
+        (16, 1, range(8, 15)),
+        (16, 4, range(4, 16)),
+    ],
+    ids=str,
+)
+def test_the_next_episode_is_drawn_if_the_rest_of_one_is_filtered(
+    prompts: int, staleness: int, filtered: range, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of both episodes; a run without Ray would wait for ever."""
+    call = Answer.__call__
+
+    def answer(self: Answer) -> list[Row]:
+        rows = call(self)
+        differ = self.request.number % prompts not in filtered
+        return [replace(row, reward=int(differ and place > 0)) for place, row in enumerate(rows)]
+
+    monkeypatch.setattr(Answer, "__call__", answer)
+    run = Run(
+        monkeypatch, tmp_path, prompts, "--algo.dynamic_filtering_enable", "--train.max_staleness", f"{staleness}"
+    )
+    wanted = [number for number in range(2 * prompts) if number % prompts not in filtered]
+    with nullcontext() if wanted else pytest.raises(TrainingStopped, match="No step was trained"):
+        run.controller.fit()
+    assert sorted(number for step in run.trained for number in step) == wanted
+    assert len(run.trained) == 2 * -(-len(wanted) // 2 // BATCH)
+
+
+@pytest.mark.parametrize("failures", [4, 5])
+def test_a_tenth_of_what_is_in_flight_may_fail(failures: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of all that engines were asked for, not of the next step's prompts: 40, and not 10."""
+    run = Run(monkeypatch, tmp_path, 64, "--train.max_staleness", "5", "--train.max_restarts", "1")
+    control, call, failed = run.controller, Answer.__call__, set()
+    control.args.rollout.batch_size = control.args.rollout.vllm_generate_batch_size = 10
+
+    def answer(self: Answer) -> Any:
+        if self.request.number >= failures:
+            return call(self)
+        failed.add(self.request.number)
+        return Dropped("no reward")
+
+    monkeypatch.setattr(Answer, "__call__", answer)
+    monkeypatch.setattr(Answer, "is_ready", lambda self: self.request.number < failures or len(failed) == failures)
+    with nullcontext() if failures == 4 else pytest.raises(TrainingStopped, match="failed for 5 prompts"):
+        control.fit()
+
+
+def test_a_response_that_hangs_ends_the_sign_of_life(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Engines and ranks answer, and the step waits for one response, longer than a reward's three tries may take."""
+    flags = ("--train.stall_timeout", "60", "--train.max_restarts", "1")
+    beats: list[Callable[[], bool] | None] = []
+    monkeypatch.setattr(Heartbeat, "beat", lambda self, going_on=None: beats.append(going_on))
+    run = Run(monkeypatch, tmp_path, 16, *flags)
+    run.engine.until = {1: 2}  # a step waits for it with weights of the first
+    asked = run.wait
+
+    def wait(refs: list[Any], num_returns: int = 1, timeout: float | None = None) -> Any:
+        going_on, now = beats[-1], time.monotonic()
+        waiting = [ref.request.number for ref in refs if isinstance(ref, Answer)] == [1]
+        if waiting and run.engine.version == 1 and going_on is not None:
+            assert going_on()
+            for later, goes_on in ((179, True), (181, False)):
+                with monkeypatch.context() as at:
+                    at.setattr(time, "monotonic", lambda later=later: now + later)
+                    assert going_on() == goes_on
+            raise TrainingStopped("enough")
+        return asked(refs, num_returns, timeout)
+
+    monkeypatch.setattr(ray, "wait", wait)
+    with pytest.raises(TrainingStopped, match="enough"):
+        run.controller.fit()
+
+
 class Audited(ControllerFeature):
     """Audits some steps, and so wants all of their tokens from the policy that trains on them."""
 
@@ -241,12 +368,12 @@ class Audited(ControllerFeature):
 
 
 def test_an_audited_step_trains_on_its_own_policys_tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    run = Run(monkeypatch, tmp_path, 48, "--train.max_staleness", "2")
+    run = Run(monkeypatch, tmp_path, 48, "--train.max_staleness", "3")
     run.controller.features.append(Audited(run.controller))
     run.controller.fit()
     oldest = [max(ages) for ages in run.ages]
     assert len(oldest) == 24 and [oldest[step - 1] for step in Audited.audits] == [0, 0, 0]
-    assert oldest[5] == 0 and max(oldest) == 2  # a gate may close at an audit, so that none is ahead of the next step
+    assert oldest[5] == 0 and max(oldest) >= 2  # a gate may close at an audit, so that none is ahead of the next step
 
 
 class Died(Exception):
@@ -286,23 +413,81 @@ def test_with_no_engine_left_prompts_wait_for_weights(monkeypatch: pytest.Monkey
     assert len(senders) == 2 and set(senders) == {threading.main_thread()}
 
 
-def test_what_fails_on_the_thread_ends_the_run_once_its_checkpoint_is_complete(
+def test_an_evaluation_finds_an_engine_if_the_last_one_died_before_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    run = Run(monkeypatch, tmp_path, 16)
-    completed: list[bool] = []
-    kept = run.controller.sampler.kept
+    run = Run(monkeypatch, tmp_path, 16, "--eval.steps", "2", "--eval.dataset", "x", held_out=4)
+    run.engine.until = {13: 3}  # which is in flight after step 2
+    control, sent, is_dead = run.controller, [], threading.Event()
+    engines, save, call, is_ready = control.engines, control.save, Answer.__call__, Answer.is_ready
+
+    def answer(self: Answer) -> Any:
+        if is_dead.is_set():
+            raise Died
+        return call(self)
+
+    def bring_back(policy: Any) -> None:
+        if not engines.serving:
+            is_dead.clear()
+            sent.append(control.step)
+            engines.serving[:] = [run.engine.handle()]
+
+    def saved() -> None:
+        save()
+        if control.step == 2:
+            is_dead.set()
+            while engines.serving:  # the thread notices it
+                time.sleep(0.001)
+
+    monkeypatch.setattr(groups.ray.exceptions, "RayError", Died)
+    monkeypatch.setattr(Answer, "__call__", answer)
+    monkeypatch.setattr(Answer, "is_ready", lambda self: is_dead.is_set() or is_ready(self))
+    engines.recover, engines.bring_back, control.save = lambda error: engines.serving.clear(), bring_back, saved
+    control.fit()
+    assert sent == [2] and sorted(number for step in run.trained for number in step) == list(range(32))
+    [rows] = read_runs(run.args.logger.metrics_path)
+    assert [row["step"] for row in rows if row["kind"] == "eval"] == [2, 4, 6, 8]
+
+
+@pytest.mark.parametrize("flags", [(), ("--algo.dynamic_filtering_enable",)], ids=["all", "filtered"])
+def test_what_fails_on_the_thread_ends_the_run_after_the_step_in_progress(
+    flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """That step is logged and saved, no weights are sent, and a run goes on from it with what failed."""
+    run = Run(monkeypatch, tmp_path, 16, *flags, "--train.max_staleness", "3")
+    control, completed, fails, is_ready = run.controller, [], threading.Event(), Answer.is_ready
+    monkeypatch.setattr(  # one that is in flight in step 2
+        Answer, "is_ready", lambda self: fails.is_set() if self.request.number == 9 else is_ready(self)
+    )
+    kept, fit, publish = control.sampler.kept, run.actors.fit, control.saver.publish
 
     def failing(*given: Any) -> Any:
-        if len(run.trained) == 2:
+        if fails.is_set():
             raise TrainingStopped("enough")
         return kept(*given)
 
-    run.controller.sampler.kept = failing
-    monkeypatch.setattr(run.controller.saver, "publish", lambda wait=False: completed.append(wait))
+    def fitted(kl_ctl: float) -> Any:
+        if len(run.trained) == 2:
+            fails.set()
+            while not control.rollouts.has_failed:
+                time.sleep(0.01)
+        return fit(kl_ctl)
+
+    def published(wait: bool = False) -> None:
+        completed.append(wait)
+        publish(wait)
+
+    control.sampler.kept, run.actors.fit, control.saver.publish = failing, fitted, published
     with pytest.raises(TrainingStopped, match="enough"):
-        run.controller.fit()
+        control.fit()
     assert completed[-1] is True
+    assert [row["step"] for row in run.metrics()] == [1, 2] and run.engine.version == 1
+    states = run.actors.saved["global_step2"]["client_states"]
+    monkeypatch.setattr(Answer, "is_ready", is_ready)
+    again = Run(monkeypatch, tmp_path / "again", 16, *flags, "--train.max_staleness", "3", loaded=states)
+    again.controller.fit()
+    found = sorted(number for step in (*run.trained, *again.trained) for number in step)
+    assert found == [number for number in range(32) if not (flags and number % 5 == 0)]
 
 
 def test_engines_do_not_go_on_after_a_transfer_that_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
