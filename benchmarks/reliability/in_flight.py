@@ -6,8 +6,7 @@ that drew it.
 On CPU, through Ray and vLLM: a run with `--train.partial_rollout_enable` and responses of 64 to 768 tokens, in which
 every step is dumped and exports its model, at a learning rate that makes two versions differ. Then every version's
 model scores all dumped responses, in float32. A token of version v was drawn after those before it, so the model of
-step v alone should say its entropy; that of the next step is the control. Whether keys and values were computed again
-makes the difference that `--cache keep` shows.
+step v alone should say its entropy; that of the next step is the control.
 """
 
 import json
@@ -33,16 +32,15 @@ def main() -> int:
     parser.add_argument("--output", required=True, type=Path)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--staleness", type=int, default=3)
-    parser.add_argument("--cache", choices=("recompute", "keep"), default="recompute")
     args = parser.parse_args()
     with inputs(args.steps * 2) as place:
-        found = measure(place, args.steps, args.staleness, args.cache)
+        found = measure(place, args.steps, args.staleness)
     write_results(args.output, args, found)
     print(json.dumps(found, indent=2))
     return 0 if found["without_version"] == 0 and found["own"]["mean"] <= BOUND else 1
 
 
-def measure(place: Path, steps: int, staleness: int, cache: str) -> dict[str, Any]:
+def measure(place: Path, steps: int, staleness: int) -> dict[str, Any]:
     folder = place / "run"
     flags: dict[str, Any] = {
         "vllm.num_engines": 1,
@@ -58,7 +56,6 @@ def measure(place: Path, steps: int, staleness: int, cache: str) -> dict[str, An
         "rollout.entropy": "sampler",
         "rollout.entropy_audit_steps": 0,
         "train.max_staleness": staleness,
-        "vllm.in_flight_cache": cache,
         "ckpt.save_steps": 1,
         "logger.dump_rollouts": 1,
     }
@@ -89,7 +86,6 @@ def measure(place: Path, steps: int, staleness: int, cache: str) -> dict[str, An
         "own": spread(by_own),  # |difference| in nats
         "next": spread(by_next),
         "staleness_max": max(row[names.STALENESS_MAX] for row in trained),
-        "dropped": sum(row[names.STALENESS_DROPPED] for row in trained),
     }
 
 

@@ -13,7 +13,7 @@ from .baselines import (
     grpo_advantages,
 )
 from .error_budget import ErrorBudget, error_budget
-from .estimators import ESTIMATORS, Estimator, reads_versions
+from .estimators import ESTIMATORS, Estimator
 from .groups import success
 from .grpo_s import GRPOSConfig, grpo_s_advantages, grpo_s_parts, grpo_s_shares
 from .gtpo import GTPOConfig, gtpo_advantages, gtpo_parts, gtpo_shares
@@ -49,6 +49,5 @@ __all__ = [
     "length_penalty",
     "length_rescaling",
     "policy_surrogate",
-    "reads_versions",
     "success",
 ]

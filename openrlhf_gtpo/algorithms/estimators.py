@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -20,10 +19,8 @@ class Estimator:
         config: a dataclass of settings that validates itself; each field is a flag ``--algo.NAME.FIELD``. It has a
             ``success_threshold``; its ``ratio_mean``, if it has one, is for the sequence-level loss.
         level: the level of the loss that its advantages go with.
-        advantages: takes entropy, mask, outcome, group_ids, config and length_penalty, and ``versions`` if
-            :func:`reads_versions` says so; returns (B, T).
-        shares: takes entropy, mask, outcome, group_ids and config, and ``versions`` likewise; returns (N,), one per
-            action token or per response.
+        advantages: takes entropy, mask, outcome, group_ids, config and length_penalty; returns (B, T).
+        shares: takes entropy, mask, outcome, group_ids and config; returns (N,), one per action token or per response.
         parts: takes the arguments of ``advantages``; returns what the advantages are computed from, (B, T) at token
             level and (B,) at sequence level. None if there is more to them than A = (reward - mean) / std.
         formula: takes a config and whether a row succeeded; returns the row's reward as text, with {outcome} and
@@ -76,8 +73,3 @@ ESTIMATORS = {
         baselines.entropy_bonus_shares,
     ),
 }
-
-
-def reads_versions(config: Any) -> bool:
-    """Whether the estimator with these settings asks which weights drew a token (``peers``)."""
-    return getattr(config, "peers", "all") == "same_version"

@@ -29,7 +29,6 @@ class Rows:
     won: Tensor  # (R, 1) bool, True for rows of O+
     penalty: Tensor  # (R, 1) float64, R(i); 0 without one
     group: Tensor  # (R, 1) int64, numbered from 0 without gaps
-    version: Tensor | None  # (R, T) int, of the weights that drew a token; None if nothing asks for it
 
     @property
     def polarity(self) -> Tensor:
@@ -71,7 +70,6 @@ def row_sets(
     group_ids: Tensor,
     config: ShapingConfig,
     length_penalty: Tensor | None = None,
-    versions: Tensor | None = None,
 ) -> Iterator[Rows]:
     """The rows that are normalized together: one group after another, or the batch at once.
 
@@ -83,8 +81,6 @@ def row_sets(
     """
     check_tokens(mask, entropy=entropy)
     check_finite("entropy", entropy, mask)
-    if versions is not None:
-        check_tokens(mask, versions=versions)
     penalty = torch.zeros(len(mask)) if length_penalty is None else length_penalty
     for name, values in {"outcome": outcome, "group_ids": group_ids, "length_penalty": penalty}.items():
         check_rows(name, values, len(mask))
@@ -109,7 +105,6 @@ def row_sets(
             won=won[index, None],
             penalty=penalty[index, None].double(),
             group=group_ids[index, None].unique(return_inverse=True)[1],
-            version=None if versions is None else versions[index],
         )
 
 

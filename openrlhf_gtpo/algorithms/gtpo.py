@@ -46,11 +46,6 @@ class GTPOConfig(ShapingConfig):
         "response, or those of its group; each within its own polarity",
     )
     entropy_mean: Mean = setting("arithmetic", "the mean in the share's denominator")
-    peers: Literal["all", "same_version"] = setting(
-        "all",
-        "of the tokens that a token is compared with, all, or those that the same weights drew "
-        "(--train.partial_rollout_enable); one alone has share 1",
-    )
 
     def __post_init__(self) -> None:
         clips = self.variant in CLIPPED
@@ -92,11 +87,6 @@ def token_shares(rows: Rows, config: GTPOConfig) -> Tensor:
         "response": torch.arange(len(rows.mask), device=rows.mask.device)[:, None],
         "group": rows.polarity,
     }[config.compare]
-    if config.peers == "same_version":
-        if rows.version is None:
-            raise ValueError("peers='same_version' needs versions: of which weights each token is.")
-        numbered = rows.version.unique(return_inverse=True)[1]
-        compared = compared * (numbered.max() + 1) + numbered
     mean = mean_by(weight, compared, rows.mask, config.entropy_mean)
     return (weight / mean).where(rows.mask, 0)
 
@@ -144,21 +134,14 @@ def _credit(rows: Rows, config: GTPOConfig) -> CreditParts:
 
 
 @torch.no_grad()
-def gtpo_shares(
-    entropy: Tensor,
-    mask: Tensor,
-    outcome: Tensor,
-    group_ids: Tensor,
-    config: GTPOConfig,
-    versions: Tensor | None = None,
-) -> Tensor:
+def gtpo_shares(entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor, config: GTPOConfig) -> Tensor:
     """The entropy shares that enter GTPO's rewards (Eq. 2, 13), (N,), one for each action token, row by row.
 
     Same arguments and errors as :func:`gtpo_advantages`. With the arithmetic mean, the mean share over the tokens that
     are compared is 1.
     """
     shares = torch.zeros_like(entropy, dtype=output_dtype(entropy))
-    for rows in row_sets(entropy, mask, outcome, group_ids, config, versions=versions):
+    for rows in row_sets(entropy, mask, outcome, group_ids, config):
         shares[rows.index] = token_shares(rows, config).to(shares.dtype)
     return shares[mask]
 
@@ -171,7 +154,6 @@ def gtpo_advantages(
     group_ids: Tensor,
     config: GTPOConfig,
     length_penalty: Tensor | None = None,
-    versions: Tensor | None = None,
 ) -> Tensor:
     """Token advantages: shaped rewards, normalized (Eq. 3; Eq. 14, 15; rev. Eq. 6).
 
@@ -184,18 +166,17 @@ def gtpo_advantages(
         length_penalty: (B,) R(i), usually from :func:`length_penalty`, or None. Added after shaping to a row's reward
             in its own set: to r in one-set variants (Eq. 12), to r+ on O+ and to r- on O- in two-set ones. It never
             affects success.
-        versions: (B, T) int, of the weights that drew each token; ``peers="same_version"`` alone reads them.
 
     Returns:
         (B, T), 0 where the mask is False and in uniform groups (unless ``shape_uniform_groups``); float32, or float64
         if ``entropy`` is. A row without action tokens adds nothing to the token statistics.
 
     Raises:
-        ValueError: shapes that do not fit, a NaN or infinity (the message names the row), a group of one row under
-            ``scope="group"``, or no versions where they are read.
+        ValueError: shapes that do not fit, a NaN or infinity (the message names the row), or a group of one row
+            under ``scope="group"``.
     """
     advantages = torch.zeros_like(entropy, dtype=output_dtype(entropy))
-    for rows in row_sets(entropy, mask, outcome, group_ids, config, length_penalty, versions):
+    for rows in row_sets(entropy, mask, outcome, group_ids, config, length_penalty):
         _, reward, mean, std, _ = _credit(rows, config)
         advantage = (reward - mean) / (std + STD_EPS)
         paid = rows.mask
@@ -213,7 +194,6 @@ def gtpo_parts(
     group_ids: Tensor,
     config: GTPOConfig,
     length_penalty: Tensor | None = None,
-    versions: Tensor | None = None,
 ) -> CreditParts:
     """The shares, rewards and statistics that :func:`gtpo_advantages` combines, for tools that display them.
 
@@ -224,7 +204,7 @@ def gtpo_parts(
     """
     share, reward = torch.zeros(2, *mask.shape, dtype=torch.float64, device=mask.device)
     mean, std = torch.zeros(2, len(mask), dtype=torch.float64, device=mask.device)
-    for rows in row_sets(entropy, mask, outcome, group_ids, config, length_penalty, versions):
+    for rows in row_sets(entropy, mask, outcome, group_ids, config, length_penalty):
         share[rows.index], reward[rows.index], row_mean, row_std, _ = _credit(rows, config)
         mean[rows.index], std[rows.index] = row_mean[:, 0], row_std[:, 0]
     return CreditParts(share, reward, mean, std)

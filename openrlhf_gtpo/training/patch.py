@@ -32,7 +32,6 @@ def apply(args: SimpleNamespace, features: Sequence[Feature] = ()) -> None:
     of_engines: dict[str, Any] = {
         "engine_args": {name: getattr(args.vllm, name) for name in ("max_num_seqs", "max_num_batched_tokens")},
         "patience": Patience.of(args),
-        "keeps_cache": args.vllm.in_flight_cache == "keep",
         "features": [part for feature in features if (part := feature.engine()) is not None],
     }
     for feature in features:

@@ -1,6 +1,5 @@
 """GTPO rewards and advantages against loops, identities from the paper and known cases."""
 
-import dataclasses
 import itertools
 from typing import get_args, get_type_hints
 
@@ -73,34 +72,6 @@ def test_advantages_equal_the_loops(variant, compare, mean, normalise_over):
         lists = advantage_lists(*gtpo_reward_lists(*batch, config), outcome, group_ids, config, penalty)
         got = gtpo_advantages(*batch, config, length_penalty=penalty)
         torch.testing.assert_close(got, scatter(lists, mask), rtol=1e-7, atol=1e-6)
-
-
-@pytest.mark.parametrize("variant, compare, mean", SHAPES)
-def test_tokens_of_the_same_weights_are_compared(variant, compare, mean):
-    """Several policy versions: equal to the loops; without versions there is nothing to compare."""
-    config = make_config(variant, compare=compare, entropy_mean=mean, peers="same_version")
-    for seed in range(3):
-        batch = ragged_batch(seed, empty_row=seed == 1)
-        mask, outcome, group_ids = batch[1:]
-        versions = torch.randint(3, 6, mask.shape, generator=torch.Generator().manual_seed(seed))
-        versions[torch.rand(mask.shape) < 0.1] = -1  # not known
-        lists = advantage_lists(*gtpo_reward_lists(*batch, config, versions), outcome, group_ids, config)
-        got = gtpo_advantages(*batch, config, versions=versions)
-        torch.testing.assert_close(got, scatter(lists, mask), rtol=1e-7, atol=1e-6)
-        one = torch.full(mask.shape, 4)
-        among_all = gtpo_advantages(*batch, dataclasses.replace(config, peers="all"))
-        torch.testing.assert_close(gtpo_advantages(*batch, config, versions=one), among_all, rtol=1e-11, atol=1e-12)
-    if variant != "v1_clipped":
-        assert (got - among_all).abs().max() > 1e-3
-    with pytest.raises(ValueError, match="versions"):
-        gtpo_advantages(*batch, config)
-
-
-def test_a_token_whose_weights_drew_no_other_has_share_one():
-    batch = ragged_batch(0)
-    versions = torch.arange(batch[1].numel()).view(batch[1].shape)
-    shares = gtpo_shares(*batch, GTPOConfig(peers="same_version"), versions=versions)
-    torch.testing.assert_close(shares, torch.ones_like(shares), rtol=0, atol=0)
 
 
 @settings(deadline=None, max_examples=60)

@@ -54,7 +54,7 @@ def test_an_asynchronous_run_goes_on_with_the_rollout_that_was_ahead(in_flight: 
     assert [row["step"] for row in again] == list(range(1, STEPS + 1))
     # In step 1 nothing can be ahead; a resumed run that sampled anew would have another 0.
     if in_flight:  # what is drawn with new weights depends on time
-        assert max(row[names.STALENESS_MAX] for row in again) == 1
+        assert 1 <= max(row[names.STALENESS_MAX] for row in again) <= 2
     else:
         assert [row[names.STALENESS_MEAN] for row in again] == [0] + [1] * (STEPS - 1)
     assert all(row[names.IDLE_TRAINER] < row[names.TIMING_STEP_WALL] for row in again)

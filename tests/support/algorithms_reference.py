@@ -40,15 +40,14 @@ def groups_of(group_ids):
     return list(groups.values())
 
 
-def token_shares(H, members, config, weight, versions=None):
-    """{row: shares} for one polarity of one group; ``versions`` has those of each row's action tokens."""
+def token_shares(H, members, config, weight):
+    """{row: shares} for one polarity of one group."""
     mean = MEANS[config.entropy_mean]
     w = {i: [weight(h) for h in H[i]] for i in members}
     peers = {}
 
     def compared(i, t):
-        what = {"position": t, "response": i, "group": None}[config.compare]
-        return what, versions[i][t] if config.peers == "same_version" else None
+        return {"position": t, "response": i, "group": None}[config.compare]
 
     for i in members:
         for t, x in enumerate(w[i]):
@@ -61,17 +60,16 @@ def clip(value, low, high):
     return max(low, min(value, high))
 
 
-def gtpo_reward_lists(entropy, mask, outcome, group_ids, config, versions=None):
+def gtpo_reward_lists(entropy, mask, outcome, group_ids, config):
     """(rewards of the O+ tokens, or of the only set where a variant has one; rewards of the O- tokens), with zeros."""
     H = [[max(h, config.entropy_eps) for h in row] for row in tokens_of(entropy, mask)]
-    versions = versions if versions is None else tokens_of(versions, mask)
     r = [float(x) for x in outcome]
     positive = [[0.0] * len(row) for row in H]
     negative = [[0.0] * len(row) for row in H]
     for rows in groups_of(group_ids):
         won = [i for i in rows if r[i] >= config.success_threshold]
         lost = [i for i in rows if i not in won]
-        for i, shares in token_shares(H, won, config, lambda h: h, versions).items():
+        for i, shares in token_shares(H, won, config, lambda h: h).items():
             for t, share in enumerate(shares):
                 if config.variant == "v1":
                     positive[i][t] = r[i] + config.alpha * share
@@ -80,7 +78,7 @@ def gtpo_reward_lists(entropy, mask, outcome, group_ids, config, versions=None):
                 else:
                     a1, a2 = config.alpha1, config.alpha2
                     positive[i][t] = clip(a1 + a2 * share, 1, a1 + a1 / config.kappa)
-        for i, shares in token_shares(H, lost, config, lambda h: 1 / h, versions).items():
+        for i, shares in token_shares(H, lost, config, lambda h: 1 / h).items():
             for t, share in enumerate(shares):
                 if config.variant == "v2":
                     negative[i][t] = -share

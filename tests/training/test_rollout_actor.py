@@ -325,14 +325,13 @@ def test_one_worker_is_in_the_engines_process_where_no_threads_are_bound(
     assert started["distributed_executor_backend"] == given
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-def test_responses_that_are_paused_keep_their_cache_if_the_run_asks_for_it(keeps: bool) -> None:
-    """With --vllm.in_flight_cache keep; otherwise keys and values are computed again with the weights that follow."""
+def test_responses_that_are_paused_go_on_and_lose_their_cache() -> None:
+    """Keys and values are computed again with the weights that follow."""
     engine, asked = Engine(), []
 
     async def pause(**how: Any) -> None:
         asked.append(how)
 
-    engine.llm.pause_generation, engine.keeps_cache = pause, keeps
+    engine.llm.pause_generation = pause
     asyncio.run(engine.pause_generation())
-    assert asked == [{"mode": "keep", "clear_cache": not keeps}]
+    assert asked == [{"mode": "keep", "clear_cache": True}]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from openrlhf_gtpo.algorithms import ESTIMATORS, CreditParts, reads_versions, success
+from openrlhf_gtpo.algorithms import ESTIMATORS, CreditParts, success
 from openrlhf_gtpo.report.rollouts import RolloutDump, Tokens
 
 
@@ -63,7 +63,8 @@ def read_methods(texts: Sequence[str], dump: RolloutDump) -> list[Method]:
 def _run_settings(kind: Any, config: dict[str, Any]) -> dict[str, Any]:
     """The settings of a run, without what is its variant's default: another variant may refuse that."""
     variant = {"variant": config["variant"]} if "variant" in config else {}
-    return variant | dict(config.items() - vars(kind(**variant)).items())
+    former = {("peers", "all")}  # a setting of earlier versions, with its default
+    return variant | dict(config.items() - vars(kind(**variant)).items() - former)
 
 
 def _value(text: str, kind: Any, value: str) -> Any:
@@ -95,10 +96,7 @@ def credit(dump: RolloutDump, method: Method) -> Credit:
     batch = (entropy, mask, outcome, groups, method.config, penalty if penalty.any() else None)
     estimator = ESTIMATORS[method.name]
     succeeded = success(outcome, method.config.success_threshold)
-    versions = columns["versions"]
-    more = {"versions": versions and padded(versions)} if reads_versions(method.config) else {}
-    parts = estimator.parts and estimator.parts(*batch, **more)
-    return Credit(succeeded, parts, estimator.advantages(*batch, **more))
+    return Credit(succeeded, estimator.parts and estimator.parts(*batch), estimator.advantages(*batch))
 
 
 def padded(column: Tokens) -> Tensor:

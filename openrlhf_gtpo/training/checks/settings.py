@@ -230,11 +230,6 @@ def _in_flight(args: SimpleNamespace) -> Iterator[Rule]:
             "--vllm.sync_with_ray",
             "OpenRLHF's transfer does not say of which step the weights are; leave one of them out",
         ),
-        (
-            args.vllm.in_flight_cache == "keep" and args.vllm.enable_prefix_caching,
-            "--vllm.enable_prefix_caching with --vllm.in_flight_cache keep",
-            "later prompts would read keys and values of older weights; leave one of them out",
-        ),
     ):
         yield broken, f"{flag} cannot be combined with --train.partial_rollout_enable: {why}."
 

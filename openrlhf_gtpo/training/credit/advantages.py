@@ -30,9 +30,7 @@ def shape(
     """Give ``experiences``, the micro-batches of ``batch``, the advantages of ``credit``, and what is logged."""
     assert batch.values is not None, "the policy returned no entropies"
     penalty = _length_penalty(batch, experiences, args, batch.succeeded(credit))
-    advantages = credit.advantages(
-        batch.values.entropy, batch.mask, batch.outcome, batch.group_ids, penalty, batch.versions
-    )
+    advantages = credit.advantages(batch.values.entropy, batch.mask, batch.outcome, batch.group_ids, penalty)
     if args.reward.clip_range:
         advantages = advantages.clamp(*args.reward.clip_range)
 

@@ -68,7 +68,7 @@ class Audit:
         Sets :attr:`closed`."""
         assert batch.values is not None
         source = self._source
-        budget = credit.error_budget(exact, batch.values, mask, batch.outcome, batch.group_ids, batch.versions)
+        budget = credit.error_budget(exact, batch.values, mask, batch.outcome, batch.group_ids)
         values = dataclasses.asdict(budget)
         closed = self._gate is not None and values[source.gated] > self._gate
         text = source.found.format(values[source.gated])

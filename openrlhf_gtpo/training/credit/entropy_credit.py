@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from openrlhf_gtpo.algorithms import ESTIMATORS, ErrorBudget, Estimator, error_budget, reads_versions
+from openrlhf_gtpo.algorithms import ESTIMATORS, ErrorBudget, Estimator, error_budget
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.token_values import TokenValues
 
@@ -38,18 +38,13 @@ class EntropyCredit:
         outcome: Tensor,
         group_ids: Tensor,
         length_penalty: Tensor | None,
-        versions: Tensor | None = None,
     ) -> Tensor:
         """(B, T) advantages for a whole rollout batch; see ``gtpo_advantages`` and ``grpo_s_advantages``."""
-        more = {"versions": versions} if reads_versions(self.config) else {}
-        return self.estimator.advantages(entropy, mask, outcome, group_ids, self.config, length_penalty, **more)
+        return self.estimator.advantages(entropy, mask, outcome, group_ids, self.config, length_penalty)
 
-    def shares(
-        self, entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor, versions: Tensor | None = None
-    ) -> Tensor:
+    def shares(self, entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor) -> Tensor:
         """(N,) shares, of all action tokens or, for GRPO-S, of all responses; other estimators say what theirs are."""
-        more = {"versions": versions} if reads_versions(self.config) else {}
-        return self.estimator.shares(entropy, mask, outcome, group_ids, self.config, **more)
+        return self.estimator.shares(entropy, mask, outcome, group_ids, self.config)
 
     def error_budget(
         self,
@@ -58,15 +53,14 @@ class EntropyCredit:
         mask: Tensor,
         outcome: Tensor,
         group_ids: Tensor,
-        versions: Tensor | None = None,
     ) -> ErrorBudget:
         """The errors that ``rough`` causes in this credit for a batch; see ``algorithms.error_budget``."""
         return error_budget(
             exact,
             rough,
             mask,
-            lambda entropy: self.shares(entropy, mask, outcome, group_ids, versions),
-            lambda entropy: self.advantages(entropy, mask, outcome, group_ids, None, versions),
+            lambda entropy: self.shares(entropy, mask, outcome, group_ids),
+            lambda entropy: self.advantages(entropy, mask, outcome, group_ids, None),
         )
 
 

@@ -148,7 +148,7 @@ class RolloutBatch:
             if mask.any():
                 metrics[name] = self.values.entropy[mask].mean().item()
         if credit is not None and credit.estimator.level == "token":
-            shares = credit.shares(self.values.entropy, self.mask, self.outcome, self.group_ids, self.versions)
+            shares = credit.shares(self.values.entropy, self.mask, self.outcome, self.group_ids)
             if shares.numel() > 1:
                 metrics[names.SHARES_STD] = shares.std().item()
         return metrics

@@ -87,7 +87,6 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         patience: with rewards and agents. If it allows several tries, a prompt that needs more is dropped.
         features: what they do with the engine's requests and answers.
         gets_weights: whether the trainer sends it weights.
-        keeps_cache: whether responses that are paused keep their keys and values (``--vllm.in_flight_cache``).
     """
 
     executor: Any
@@ -95,7 +94,6 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
     patience = Patience()
     features: Sequence[EngineFeature] = ()
     gets_weights = True
-    keeps_cache = False
     _has_old_weights = False
     _holds = False  # whether the engine has this package's scheduler
     _agent_path = ""
@@ -283,8 +281,8 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
 
     async def pause_generation(self) -> None:
         """Between two tokens; :meth:`resume_generation` goes on with the same responses. Their keys and values are
-        computed again with the weights that follow, unless the engine keeps them."""
-        await self.llm.pause_generation(mode="keep", clear_cache=not self.keeps_cache)
+        computed again with the weights that follow."""
+        await self.llm.pause_generation(mode="keep", clear_cache=True)
 
     async def take_peak_memory(self, phase: str) -> list[dict[str, int]]:
         """See ``ReportsPeakMemory``."""
@@ -294,7 +292,7 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         """Drop the keys and values of older weights, which later prompts would reuse.
 
         No request has any: those that are paused midway lost theirs at the pause (vllm 0.29.0, v1/engine/core.py,
-        ``_finish_pause``), or prefixes are not cached.
+        ``_finish_pause``).
         """
         if self.kwargs["enable_prefix_caching"]:
             dropped = await self.llm.reset_prefix_cache()

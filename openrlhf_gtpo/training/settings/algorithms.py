@@ -112,13 +112,6 @@ _ALL_OF_THEM = Group(
             Need(_has_clip_range, "{0[actor.policy_loss_type]} has no clip range"),
         ),
         Ignored(
-            ("algo.gtpo.peers",),
-            Need(
-                lambda values: values["train.partial_rollout_enable"] or not values["rollout.is_sampled"],
-                "without --train.partial_rollout_enable one policy draws all of a group",
-            ),
-        ),
-        Ignored(
             ("algo.*.ratio_mean",),
             Need(
                 lambda values: values["actor.policy_loss_type"] not in SURROGATES,

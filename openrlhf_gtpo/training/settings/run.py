@@ -121,19 +121,10 @@ RUN = Group(
         ),
         Setting(
             "train.max_staleness",
-            1,
-            "with weights in flight, steps that a token may be older than the policy that trains on it; a group with "
-            "an older one is dropped and sampled again, and (1 + N) × --rollout.batch_size prompts are in flight",
+            2,
+            "with weights in flight, steps N that a token may be older than the policy that trains on it; prompts of "
+            "1 + (N + 1) // 2 steps are in flight, --rollout.batch_size a step",
             bounds=Bounds(at_least=0),
-            needs=(needs_flag("train.partial_rollout_enable"),),
-            page="async.md#weights-in-flight",
-        ),
-        Setting(
-            "vllm.in_flight_cache",
-            "recompute",
-            "what becomes of the keys and values of responses in flight when weights change: computed again with the "
-            "new ones, or kept, which is faster and leaves tokens that no single policy would have drawn so",
-            choices=("recompute", "keep"),
             needs=(needs_flag("train.partial_rollout_enable"),),
             page="async.md#weights-in-flight",
         ),

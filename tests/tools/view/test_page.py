@@ -140,7 +140,7 @@ def test_another_variant_has_its_own_defaults_and_the_other_settings_of_the_run(
         ({"variant": "v2"}, "gtpo:alpha2=0.2", {"variant": "v2", "alpha2": 0.2}),
     ):
         kind = ESTIMATORS["gtpo"].config
-        dump = read_dump(write(tmp_path, config=dataclasses.asdict(kind(**run))))
+        dump = read_dump(write(tmp_path, config=dataclasses.asdict(kind(**run)) | {"peers": "all"}))
         assert read_methods([text], dump)[0].config == kind(**expected)
 
 

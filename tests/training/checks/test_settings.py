@@ -254,7 +254,6 @@ def test_what_is_not_sampled_ahead(refused: Callable[..., str], changes: dict[st
 
 
 IN_FLIGHT = AHEAD | {"--train.partial_rollout_enable": True}
-KEPT = {"--vllm.in_flight_cache": "keep", "--vllm.enable_prefix_caching": True}
 
 
 @pytest.mark.parametrize(
@@ -262,7 +261,6 @@ KEPT = {"--vllm.in_flight_cache": "keep", "--vllm.enable_prefix_caching": True}
     [
         ({"--train.full_determinism_enable": True}, "--train.full_determinism_enable"),
         ({"--vllm.sync_with_ray": True}, "--vllm.sync_with_ray"),
-        (KEPT, "--vllm.enable_prefix_caching --vllm.in_flight_cache"),
         ({"--algo.advantage.estimator": "group_norm", "--rollout.entropy": "actor"}, "--logger.entropy_enable"),
     ],
     ids=str,
