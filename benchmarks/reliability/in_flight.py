@@ -53,6 +53,8 @@ def measure(place: Path, steps: int, staleness: int) -> dict[str, Any]:
         "actor.adam.lr": 1e-3,
         "algo.kl.init_coef": 0,
         "algo.advantage.is_correction_level": "token",
+        "algo.advantage.is_correction_mode": "clip",
+        "algo.advantage.is_correction_threshold": 5,
         "rollout.entropy": "sampler",
         "rollout.entropy_audit_steps": 0,
         "train.max_staleness": staleness,

@@ -34,6 +34,7 @@ BACKENDS = {
     "megatron": ["--actor.backend", "megatron", "--train.max_tokens_per_gpu", "128", "--megatron.async_save"],
 }
 AHEAD = ["--train.async_enable", "--algo.advantage.is_correction_level", "token", "--rollout.entropy", "sampler"]
+AHEAD += ["--algo.advantage.is_correction_mode", "clip", "--algo.advantage.is_correction_threshold", "5"]
 BACKENDS |= {f"{backend}-async": [*flags, *AHEAD] for backend, flags in BACKENDS.items()}
 TIMES = ("time", "idle/", names.TIMING_PREFIX, names.TOKENS_PER_SECOND_PREFIX, names.PEAK_MEMORY_PREFIX)
 # Right is a response of even length, so that the filter lets half of the tiny model's groups through.

@@ -15,6 +15,7 @@ from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.report import names
 
 COMMON: tuple[str, ...] = ("--rollout.entropy", "sampler", "--algo.advantage.is_correction_level", "token")
+COMMON += ("--algo.advantage.is_correction_mode", "clip", "--algo.advantage.is_correction_threshold", "5")
 COMMON += ("--rollout.entropy_audit_steps", "0", "--eval.n_samples_per_prompt", "16", "--ckpt.save_steps", "-1")
 MODES: dict[str, tuple[str, ...]] = {
     "synchronous": (),

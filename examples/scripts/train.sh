@@ -244,9 +244,13 @@ rollout_args=(
     --vllm.enable_prefix_caching
 )
 if [[ -n "$ASYNC" ]]; then
-    level=token
-    [[ ! "$ALGORITHM" =~ ^(grpo_s|gspo)$ ]] || level=seq # as their ratio
-    rollout_args+=(--train.async_enable --algo.advantage.is_correction_level "$level")
+    rollout_args+=(
+        --train.async_enable
+        # Each token's weight is min(ratio, 5), a response's their mean.
+        --algo.advantage.is_correction_level token
+        --algo.advantage.is_correction_mode clip
+        --algo.advantage.is_correction_threshold 5
+    )
     [[ ! "$ALGORITHM" =~ $with_entropies ]] || rollout_args+=(--rollout.entropy sampler)
 fi
 # --rollout.entropy sampler              no old-policy forward, if a rollout has one optimizer step

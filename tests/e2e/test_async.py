@@ -33,6 +33,7 @@ def test_an_asynchronous_run_goes_on_with_the_rollout_that_was_ahead(in_flight: 
     script = str(ROOT / "examples" / "scripts" / "quickstart.sh")
     command = ["bash", script, "--smoke", "--steps", str(STEPS), "--backend", "megatron", "--output", str(tmp_path)]
     flags = ["--train.async_enable", "--algo.advantage.is_correction_level", "token"]
+    flags += ["--algo.advantage.is_correction_mode", "clip", "--algo.advantage.is_correction_threshold", "5"]
     flags += ["--rollout.entropy_audit_steps", "0"]  # which would have the engines wait for the trainer
     if in_flight:
         flags += ["--train.partial_rollout_enable"]

@@ -172,10 +172,10 @@ def test_an_asynchronous_preset_is_the_split_one_with_the_entropies_of_the_polic
     args, in_turn = _parsed(preset), _arguments(preset, ASYNC="")
     assert (args.train.async_enable, args.rollout.entropy) == (True, "sampler") and not args.train.colocate_all
     assert (in_turn.train.async_enable, in_turn.rollout.entropy) == (False, "actor")
-    levels = {
-        name: _arguments(preset, ALGORITHM=name).algo.advantage.is_correction_level for name in ("gtpo", "grpo_s")
-    }
-    assert levels == {"gtpo": "token", "grpo_s": "seq"}
+    for name in ("gtpo", "grpo_s"):  # each token's weight is min(ratio, 5), and a response's their mean
+        found = vars(_arguments(preset, ALGORITHM=name).algo.advantage)
+        correction = [found[f"is_correction_{part}"] for part in ("level", "mode", "gating", "threshold")]
+        assert correction == ["token", "clip", "ratio", [0.0, 5.0]]
 
 
 def test_the_environment_and_flags_of_the_trainer_win() -> None:

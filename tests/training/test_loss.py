@@ -196,6 +196,11 @@ CORRECTIONS = {
         "is_correction_gating": "binary_kl",
         "is_correction_threshold": [0.0, 0.02],
     },
+    "token cap": {
+        "is_correction_level": "token",
+        "is_correction_mode": "clip",
+        "is_correction_threshold": [0.0, 1.1],
+    },
     "seq mask": {"is_correction_level": "seq", "is_correction_threshold": [0.95, 1.2]},
     "seq trust region": {
         "is_correction_level": "seq",
@@ -241,7 +246,7 @@ def naive_loss(data: dict[str, torch.Tensor], level: str, ratio_mean: str, corre
                 of_row = math.exp(math.fsum(o - r for o, r in zip(old, rollout)) / len(old))
             else:
                 of_row = math.fsum(statistic) / len(statistic)
-            factors = weights if low <= of_row <= high else [0.0] * len(losses)
+            factors = [min(w, 5.0) for w in weights] if low <= of_row <= high else [0.0] * len(losses)
         elif correction.get("is_correction_mode") == "clip":
             factors = [min(max(s, low), high) for s in statistic]
         else:
@@ -276,6 +281,28 @@ def test_train_rollout_correction_keeps_its_meaning_with_both_levels(
         mask = data["action_mask"]
         difference = ((data["rollout_log_probs"] - data["old_log_probs"]) * mask).sum() / mask.sum()
         torch.testing.assert_close(vllm_kl, difference)
+
+
+@pytest.mark.parametrize("gating", ["ratio", "binary_kl", "tv"])
+def test_one_token_does_not_give_its_response_any_weight(gating: str) -> None:
+    """It passes the gate of a whole response and, as it is rare, that of its own divergence."""
+    rollout = torch.full((1, 500), -1.0)
+    rollout[0, 0] = -12.0
+    old, mask = rollout.clone(), torch.ones(1, 500, dtype=torch.bool)
+    old[0, 0] += 8
+
+    def weights(level: str, gating: str, mode: str, threshold: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
+        given = {"level": level, "gating": gating, "mode": mode, "threshold": threshold}
+        options = {f"is_correction_{name}": value for name, value in given.items()}
+        loss = CreditLoss("sequence", clip_eps_low=LOW, clip_eps_high=HIGH, **options)
+        return rollout_correction(loss.options, old, rollout, mask)
+
+    for level in ("seq", "token"):
+        weight, filtered = weights(level, gating, "mask", [0.5, 5.0] if gating == "ratio" else [0.0, 0.05])
+        assert weight.max() <= 5 and weight.mean() <= 1 + 4 / 500
+        assert filtered.sum() == 0 or (level, gating) == ("token", "ratio")
+    weight, _ = weights("token", "ratio", "clip", [0.0, 5.0])
+    torch.testing.assert_close(weight, torch.tensor([[5.0] + [1.0] * 499]))  # min(ratio, cap)
 
 
 @pytest.mark.parametrize("level", ["token", "seq"])

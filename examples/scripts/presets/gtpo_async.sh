@@ -3,7 +3,7 @@
 #
 # Paper:      GTPO and GRPO-S: Token and Sequence-Level Reward Shaping with Policy Entropy, arXiv 2508.04349
 # Techniques: as gtpo_split, one step off: a token has the entropy of the policy that sampled it (vLLM's sampler), and its
-#             weight is the truncated ratio of the policies before training and when it was sampled (docs/async.md)
+#             weight is min(ratio, 5), of the policies before training and when it was sampled (docs/async.md)
 #
 #   bash examples/scripts/train.sh gtpo_async
 PLACEMENT="${PLACEMENT:-split}"

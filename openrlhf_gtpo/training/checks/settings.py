@@ -190,8 +190,9 @@ def _asynchronous(args: SimpleNamespace) -> Iterator[Rule]:
     )
     yield (
         args.algo.advantage.is_correction_level == "off",
-        "--train.async_enable trains on rows of an earlier policy, and so needs --algo.advantage.is_correction_level "
-        "token or seq; give it too.",
+        "--train.async_enable trains on rows of an earlier policy, and so needs a correction; give "
+        "--algo.advantage.is_correction_level token --algo.advantage.is_correction_mode clip "
+        "--algo.advantage.is_correction_threshold 5 too.",
     )
     if train.partial_rollout_enable:
         yield from _in_flight(args)

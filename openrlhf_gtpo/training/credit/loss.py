@@ -26,6 +26,9 @@ from openrlhf_gtpo.algorithms.surrogates import ClipConfig
 from openrlhf_gtpo.errors import TrainingStopped, UsageError
 from openrlhf_gtpo.training.credit.entropy_credit import entropy_credit
 
+# What upstream's default of --algo.advantage.is_correction_threshold bounds a ratio by.
+_UNGATED_CAP = 5.0
+
 # OpenRLHF's names for the settings of surrogates that it has flags for.
 _UPSTREAM_SETTINGS = {"clip_low": "clip_eps_low", "clip_high": "clip_eps_high", "dual_clip": "dual_clip"}
 
@@ -314,7 +317,10 @@ def rollout_correction(
 ) -> tuple[Tensor, Tensor]:
     """Upstream's weights (B, T) of the trainer's policy against the engine's, and what they filter: a token mean,
     or (B,) where whole responses are kept or dropped. Upstream computes them only inside its own forward
-    (openrlhf 0.11.2, models/loss.py, PolicyLoss.forward); can go once it has a function for them."""
+    (openrlhf 0.11.2, models/loss.py, PolicyLoss.forward); can go once it has a function for them.
+
+    Where the gate looks at something else than a token's ratio, it would let one token of a long response have any
+    weight; here each is ``_UNGATED_CAP`` at most."""
     low, high = options.is_correction_threshold
     log_ratio = (old_log_probs - rollout_log_probs).where(mask, 0)
     if options.is_correction_gating == "ratio":
@@ -330,7 +336,11 @@ def rollout_correction(
     if options.is_correction_gating == "ratio":
         statistic = statistic.exp()
     kept = (statistic >= low) & (statistic <= high)
-    weight = statistic.clamp(low, high) if options.is_correction_mode == "clip" else log_ratio.exp().where(kept, 0)
+    if options.is_correction_mode == "clip":
+        weight = statistic.clamp(low, high)
+    else:
+        by_ratio = options.is_correction_level == "token" and options.is_correction_gating == "ratio"
+        weight = log_ratio.exp().clamp_max(high if by_ratio else _UNGATED_CAP).where(kept, 0)
     dropped = (~kept).float()
     return weight, dropped.squeeze(-1) if options.is_correction_level == "seq" else _token_mean(dropped, mask)
 
