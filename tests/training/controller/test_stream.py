@@ -244,6 +244,22 @@ def test_a_run_goes_on_from_any_checkpoint(
     assert in_flight > BATCH
 
 
+@pytest.mark.parametrize(("before", "after"), [(4, 1), (4, 0), (0, 3)])
+def test_a_run_goes_on_with_another_staleness(
+    before: int, after: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What is older than the run may now have is trained on all the same."""
+    whole = Run(monkeypatch, tmp_path / "whole", 18, "--train.max_staleness", f"{before}")
+    whole.controller.fit()
+    for steps, (tag, checkpoint) in enumerate([*whole.actors.saved.items()][:-1], 1):
+        states = checkpoint["client_states"]
+        states["prompts_in_flight"]["counts"].append(0)  # as an earlier version did, of groups asked again
+        again = Run(monkeypatch, tmp_path / tag, 18, "--train.max_staleness", f"{after}", loaded=states)
+        again.controller.fit()
+        found = [number for step in (*whole.trained[:steps], *again.trained) for number in step]
+        assert sorted(found) == list(range(36)), tag
+
+
 def test_only_a_run_of_its_kind_goes_on_with_prompts_in_flight(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
