@@ -16,6 +16,7 @@ from benchmarks.suite.synthetic import read_shape
 from openrlhf_gtpo.token_values import TokenValues
 from openrlhf_gtpo.training import run
 from openrlhf_gtpo.training.actors.strategy import Strategy
+from openrlhf_gtpo.training.checks.prompts import Prompts
 from openrlhf_gtpo.training.controller import controller as module
 from openrlhf_gtpo.training.controller.controller import Controller
 from tests.support.fake_engines import Engine, Ready, Remote, handle
@@ -132,27 +133,35 @@ def run_arguments(folder: Path, *argv: str, estimator: str = "gtpo", samples: in
     return arguments("--algo.advantage.estimator", estimator, *_SAMPLING, *own, *argv, samples=samples)
 
 
+class Data(Prompts):
+    """Prompts that are their own labels."""
+
+    def __init__(self, prompts: Sequence[str], args: SimpleNamespace) -> None:
+        self.prompts = self.labels = prompts
+        self.images, self.datasources = [None] * len(prompts), ["x"] * len(prompts)
+        self.strategy = SimpleNamespace(args=args)
+
+
 def controller(
     monkeypatch: pytest.MonkeyPatch,
     args: SimpleNamespace,
     actors: Group | None = None,
-    prompts: int = 16,
+    prompts: int | Sequence[str] = 16,
     held_out: int = 0,
     engines: Sequence[Any] | None = None,
 ) -> Controller:
-    """The controller of a run over ``prompts`` prompts "0", "1", ... and the first ``held_out`` of them."""
+    """The controller of a run over ``prompts``, or "0", "1", ... if that is a number, and the first ``held_out`` of
+    them."""
     no_ray(monkeypatch)
-
-    def collate(items: Sequence[Any]) -> list[list[Any]]:
-        return [list(column) for column in zip(*items, strict=True)]
+    texts = list(map(str, range(prompts))) if isinstance(prompts, int) else list(prompts)
 
     def prepare_datasets(strategy: Any, tokenizer: Any) -> tuple[Any, Any, None]:
-        data = [("x", str(i), str(i), None) for i in range(prompts)]
         torch.seed()  # nobody seeds the controller's process
-        loaders = [
-            strategy.setup_dataloader(data[:count], 1, False, shuffle, collate) if count else None
-            for count, shuffle in ((prompts, True), (held_out, False))
-        ]
+        loaders: list[Any] = [None, None]
+        for place, (count, shuffle) in enumerate(((len(texts), True), (held_out, False))):
+            if count:
+                data = Data(texts[:count], args)
+                loaders[place] = strategy.setup_dataloader(data, 1, False, shuffle, data.collate_fn)
         return loaders[0], loaders[1], None
 
     monkeypatch.setattr(ppo_trainer, "prepare_datasets", prepare_datasets)

@@ -2,7 +2,8 @@
 
 import json
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from itertools import islice
 from operator import attrgetter
 from types import SimpleNamespace
@@ -20,20 +21,13 @@ _COLUMNS = ("data.tools_key", "data.chat_template_kwargs_key")  # flags of colum
 def check_data(args: SimpleNamespace, model: Model) -> None:
     """Refuse rows of the run's local data sets from which it would learn something else, or that end it later on. Of
     a model that reads images, only the first row is looked at, and only for what ends the run."""
+    from openrlhf_gtpo.training.checks.prompts import check_label
+
     strict, tokenizer = args.algo.advantage.estimator in ESTIMATORS, None if model.reads_images else model.tokenizer
-    json_for = args.rollout.joined_by  # why labels must fit into JSON: rows that join later are in a checkpoint
-    if (
-        not json_for
-        and not args.train.agent_func_path
-        and args.reward.remote_url
-        and not args.reward.remote_url[0].endswith(".py")
-    ):
-        json_for = "--reward.remote_url"
-    check_dataset(args, tokenizer, args.data.prompt_dataset, args.data.prompt_split, PROMPTS, strict, json_for)
+    fits = partial(check_label, args=args)
+    check_dataset(args, tokenizer, args.data.prompt_dataset, args.data.prompt_split, PROMPTS, strict, fits)
     if args.eval.dataset:
-        check_dataset(
-            args, tokenizer, args.eval.dataset, args.eval.split, "--eval.dataset", strict, json_for, needs=()
-        )
+        check_dataset(args, tokenizer, args.eval.dataset, args.eval.split, "--eval.dataset", strict, fits, needs=())
     _, rows = next(_tables(args, args.data.prompt_dataset, args.data.prompt_split, PROMPTS))
     if rows is not None and tokenizer is not None:
         print(show_prompt(next(rows), args, tokenizer), file=sys.stderr)
@@ -46,7 +40,7 @@ def check_dataset(
     split: str,
     flag: str,
     strict: bool = True,
-    json_for: str | None = None,
+    fits: Callable[[Any], None] | None = None,
     needs: Collection[str] = _COLUMNS,
 ) -> None:
     """Refuse local data sets that are unreadable or empty, or lack a column, and a prompt that cannot be made. Name
@@ -55,7 +49,7 @@ def check_dataset(
     Args:
         tokenizer: the model's; None looks at the first row alone, as for a model that reads images.
         strict: refuse null labels, and prompts that leave no room to respond, too; upstream's estimators take both.
-        json_for: the flag because of which labels must fit into JSON, if any.
+        fits: raises UsageError, as a clause, for a label that does not arrive where it has to.
         needs: flags of columns that at least one of the data sets must have, if they are given.
     """
     lacks: dict[str, set[str]] = {}  # by data set, flags of columns; one on the hub may have all
@@ -64,7 +58,7 @@ def check_dataset(
         if rows is not None and tokenizer is None:
             next(rows)
         elif rows is not None:
-            lacks[name] = _check_rows(args, tokenizer, rows, f"{flag} {name}", strict, json_for)
+            lacks[name] = _check_rows(args, tokenizer, rows, f"{flag} {name}", strict, fits)
     for column in _COLUMNS:
         key, without = attrgetter(column)(args), [name for name in lacks if column in lacks[name]]
         if without and column in needs and len(without) == len(lacks):
@@ -101,7 +95,7 @@ def _check_rows(
     rows: Iterator[dict[str, Any]],
     where: str,
     strict: bool,
-    json_for: str | None,
+    fits: Callable[[Any], None] | None,
 ) -> set[str]:
     """Refuse a row, as :func:`check_dataset`. Returns the flags of columns that no row has."""
     from openrlhf_gtpo.training.checks.prompts import name_unread, prompt_and_label, variables_of
@@ -128,14 +122,11 @@ def _check_rows(
                 marked[row] = found[0]
         if not prompt or data[keys[0]] == "":
             raise UsageError(f"{where}: the prompt of row {row} is empty; drop that row.")
-        if json_for:
-            try:
-                json.dumps(label)
-            except TypeError as error:
-                raise UsageError(
-                    f"{where}: the label of row {row} does not fit into JSON, as {json_for} needs ({error}); write it "
-                    "as text."
-                ) from error
+        try:
+            if fits is not None:
+                fits(label)
+        except UsageError as error:
+            raise UsageError(f"{where}: the label of row {row} {error}") from error
         if label is None and strict:
             raise UsageError(
                 f"{where}: row {row} has no label ({keys[1]!r} of --data.label_key is null); drop that row."

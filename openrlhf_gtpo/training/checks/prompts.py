@@ -13,6 +13,7 @@ from typing import Any
 from openrlhf.datasets import PromptDataset, prompts_dataset, utils
 
 from openrlhf_gtpo.errors import UsageError, one_line
+from openrlhf_gtpo.platform.json_values import to_json
 from openrlhf_gtpo.platform.tables import csv_rows, json_rows
 from openrlhf_gtpo.training.settings.prompts import template_variables
 
@@ -54,6 +55,15 @@ class Prompts(PromptDataset):
         finally:
             prompts_dataset.preprocess_data = _preprocess
 
+    def check_labels(self) -> None:
+        """Raise UsageError for a label that does not arrive where it has to, as of a data set that no check has seen,
+        on the Hub."""
+        for row, label in enumerate(self.labels, start=1):
+            try:
+                check_label(label, self.strategy.args)
+            except UsageError as error:
+                raise UsageError(f"The label of row {row} {error}") from error
+
 
 def prompt_and_label(row: Mapping[str, Any], args: SimpleNamespace, tokenizer: Any) -> tuple[str, Any]:
     """A row's prompt, as the model reads it, and its label, both as upstream makes them, but ``<image>`` is text if
@@ -83,6 +93,21 @@ def prompt_and_label(row: Mapping[str, Any], args: SimpleNamespace, tokenizer: A
             f"the chat template does not print tools (--data.tools_key {data.tools_key}); write them into the messages"
         )
     return prompt, label
+
+
+def check_label(label: Any, args: SimpleNamespace) -> None:
+    """Raise UsageError, as a clause, for a label that does not fit where this run has to put it: into the JSON that a
+    reward's server gets, or into a checkpoint, for rows and prompts that are trained on later."""
+    rewards = [] if args.train.agent_func_path else args.reward.remote_url or []
+    server = "--reward.remote_url" if rewards and not rewards[0].endswith(".py") else None
+    in_flight = "--train.partial_rollout_enable" if args.train.partial_rollout_enable else None
+    ways = ((server, "JSON", json.dumps), (args.rollout.joined_by or in_flight, "a checkpoint", to_json))
+    for flag, what, write in ways:
+        try:
+            if flag is not None:
+                write(label)
+        except TypeError as error:
+            raise UsageError(f"does not fit into {what}, as {flag} needs ({error}); write it as text.") from error
 
 
 def variables_of(row: Mapping[str, Any], data: SimpleNamespace) -> dict[str, Any]:

@@ -100,6 +100,7 @@ class Controller:
             self.prompts, self.max_steps = self.sampler, self.sampler.max_steps
         else:
             self.prompts, self.held_out, _ = ppo_trainer.prepare_datasets(strategy, self.tokenizer)
+            self.prompts.dataset.check_labels()
             self.max_steps = count_all_steps(args, len(self.prompts))
             shared = ray.put(self.tokenizer)
             self.sampling = (args, self.prompts, self.held_out, shared, self.engines.serving, self._recover)

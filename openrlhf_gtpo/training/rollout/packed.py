@@ -2,13 +2,13 @@
 loads, tensors in few words."""
 
 import io
-import json
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from openrlhf_gtpo.platform.json_values import from_json, to_json
 from openrlhf_gtpo.token_values import TokenValues
 from openrlhf_gtpo.training.rows import Row
 
@@ -32,12 +32,8 @@ _ONCE = (
 
 
 def pack(rows: Sequence[Row]) -> torch.Tensor:
-    """(n,) uint8, NumPy's archive of ``rows``: each column of their tokens, one row after the other, and JSON of the
-    rest.
-
-    Raises:
-        TypeError: a label is not JSON's.
-    """
+    """(n,) uint8, NumPy's archive of ``rows``: each column of their tokens, one row after the other, and the rest as
+    :func:`to_json` has it, which may raise TypeError."""
     assert not any(row.images or row.image_inputs for row in rows), "images have no place in a checkpoint"
     columns: dict[str, list[np.ndarray]] = {name: [] for name in _COLUMNS}
     rest = []
@@ -52,7 +48,7 @@ def pack(rows: Sequence[Row]) -> torch.Tensor:
         rest.append(own | {"reward_dtype": dtype, "length": len(row.tokens), "columns": present})
     arrays = {name: np.concatenate(parts) for name, parts in columns.items() if parts}
     file = io.BytesIO()
-    np.savez(file, rest=np.frombuffer(json.dumps(rest).encode(), np.uint8), **arrays)
+    np.savez(file, rest=np.frombuffer(to_json(rest), np.uint8), **arrays)
     return torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
 
 
@@ -61,7 +57,7 @@ def unpack(packed: torch.Tensor) -> list[Row]:
     rows, place = [], dict.fromkeys(_COLUMNS, 0)
     with np.load(io.BytesIO(packed.numpy().tobytes()), allow_pickle=False) as archive:
         arrays = dict(archive)
-    for own in json.loads(arrays["rest"].tobytes()):
+    for own in from_json(arrays["rest"].tobytes()):
         length, dtype, columns = own.pop("length"), own.pop("reward_dtype"), {}
         for name in own.pop("columns"):
             columns[name] = arrays[name][place[name] : place[name] + length]
@@ -76,13 +72,13 @@ def unpack(packed: torch.Tensor) -> list[Row]:
 
 
 def pack_json(value: Any) -> torch.Tensor:
-    """(n,) uint8, JSON of ``value``; raises TypeError if it is not JSON's."""
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    """(n,) uint8, ``value`` as :func:`to_json` has it, which may raise TypeError."""
+    return torch.frombuffer(bytearray(to_json(value)), dtype=torch.uint8)
 
 
 def unpack_json(packed: torch.Tensor) -> Any:
     """What :func:`pack_json` was given."""
-    return json.loads(packed.numpy().tobytes())
+    return from_json(packed.numpy().tobytes())
 
 
 def _columns(row: Row) -> dict[str, Any]:

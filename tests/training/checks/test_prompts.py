@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +17,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.scoring.answers import questions_of
+from openrlhf_gtpo.training.checks.data import check_data
 from openrlhf_gtpo.training.checks.model import Model
-from openrlhf_gtpo.training.checks.prompts import Prompts, blending_datasets
+from openrlhf_gtpo.training.checks.prompts import Prompts, Rows, blending_datasets
 from openrlhf_gtpo.training.rollout.rewards import Patience, StrictRewardExecutor
 from openrlhf_gtpo.training.run import check, parse
 from tests.support.command_lines import argv_of, table
@@ -144,6 +147,40 @@ def test_labels_that_json_lacks_are_refused_where_json_carries_them(
     pq.write_table(pa.table({"question": ["q"], "answer": [datetime(2024, 1, 1)]}), path)
     server = {"--data.prompt_dataset": path, "--reward.remote_url": "http://127.0.0.1:9"}
     assert "the label of row 1 does not fit into JSON, as --reward.remote_url needs" in refused(server)
+
+
+class Text(str):
+    """A label that no checkpoint can hold."""
+
+
+@pytest.mark.parametrize("flag", ["--train.partial_rollout_enable", "--algo.guide.rescue_batch"])
+def test_labels_that_a_checkpoint_lacks_are_refused_where_it_keeps_them(
+    flag: str, command: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that JSON lacks are kept. The rows of a data set on the Hub are looked at once the run has loaded them."""
+    path = table(tmp_path / "rows.jsonl", [{"question": "q", "answer": "a"}] * 2)
+    args = parse(argv_of(command | {"--data.prompt_dataset": path}))
+    args.train.partial_rollout_enable = flag == "--train.partial_rollout_enable"
+    args.rollout.joined_by = None if args.train.partial_rollout_enable else flag
+    policy = Model(args.actor.model_name_or_path, "--actor.model_name_or_path")
+    labels: list[Any] = [{1: {"a", b"\xff"}}, datetime(2024, 1, 1)]
+
+    def rows(*given: Any) -> Rows:
+        return Rows({"question": "q", "answer": label} for label in labels)
+
+    monkeypatch.setattr("openrlhf_gtpo.training.checks.prompts.rows_of", lambda *given: iter(rows()))
+    strategy = SimpleNamespace(args=args, print=print, is_rank_0=lambda: False)
+    said = f"abel of row 2 does not fit into a checkpoint, as {flag} needs .Object of type .*Text is not serializable"
+    for fits in (True, False):
+        for check_labels in (
+            lambda: check_data(args, policy),
+            Prompts(rows(), policy.tokenizer, strategy).check_labels,
+        ):
+            with nullcontext() if fits else pytest.raises(UsageError, match=said):
+                check_labels()
+        labels[1] = Text("a")
+    args.train.partial_rollout_enable, args.rollout.joined_by = False, None
+    check_data(args, policy)
 
 
 def test_blending(command: dict[str, Any], tmp_path: Path) -> None:

@@ -214,7 +214,18 @@ def test_rows_are_packed_and_unpacked() -> None:
             values=values,
             versions=versions,
         ),
-        Row("b", {"x": [1]}, 4, tokens[:1], mask[:1], None, None, 2, truncated=True, reward_dtype=torch.float64),
+        Row(
+            "b",
+            {"x": [1], 2: {b"\xff"}},
+            4,
+            tokens[:1],
+            mask[:1],
+            None,
+            None,
+            2,
+            truncated=True,
+            reward_dtype=torch.float64,
+        ),
         Row("c", None, 5, tokens, mask, None, 0, 0, off_policy=True, weight=0.5, metrics={"m": 1.0}),
     ]
     again = unpack(pack(rows))
