@@ -51,7 +51,8 @@ def run(model: str, folder: str, argv: list[str]) -> dict[str, Any]:
     DeepspeedStrategy.save_ckpt(strategy, engine, str(actor), "global_step1", client_state={"global_step": 1})
     found["earlier version"] = load(), there()
 
-    policy.save_checkpoint("global_step2", {"global_step": 2}, metric_value=0.9, metric_key="eval")
+    own = {"global_step": 2} if first else None  # the controller's states go to the first rank
+    policy.save_checkpoint("global_step2", own, metric_value=0.9, metric_key="eval")
     found["rotated"] = load(), there()
 
     with mock.patch.object(strategy_module, "HashedFile", HashedFile if first else fill_disk):

@@ -55,9 +55,14 @@ class Group:
         self.dealt: list[list[Any]] = [[]]
         self.waited: list[bool] = []
 
-    def async_run_method(self, method_name: str, **given: Any) -> list[Any]:
+    def async_run_method(
+        self, method_name: str, for_first: Mapping[str, Any] | None = None, **given: Any
+    ) -> list[Any]:
         self.called.append((method_name, given.get("tag")))
-        return [getattr(self, method_name, lambda **given: None)(**given)]
+        return [getattr(self, method_name, lambda **given: None)(**given, **(for_first or {}))]
+
+    def ask_first(self, method_name: str) -> Any:
+        return self.async_run_method(method_name)[0]
 
     def async_run_method_batch(self, method_name: str, **columns: Any) -> list[list[Any]]:
         if method_name == "append":

@@ -109,6 +109,21 @@ def test_a_tensor_parallel_group_that_would_cross_nodes_is_refused(monkeypatch: 
     cluster.start(4, 4, shared=False)
 
 
+def test_what_is_for_the_first_rank_goes_to_no_other() -> None:
+    """A rollout in a checkpoint, say, of which 32 copies are some GB."""
+    told: list[dict[str, Any]] = []
+
+    def remote(**given: Any) -> int:
+        told.append(given)
+        return len(told)
+
+    group: Any = ActorGroup.__new__(ActorGroup)
+    group._actor_handlers = [SimpleNamespace(save=SimpleNamespace(remote=remote)) for _ in range(3)]
+    assert group.async_run_method("save", tag="a", for_first={"states": 1}) == [1, 2, 3]
+    assert group.ask_first("save") == 4
+    assert told == [{"tag": "a", "states": 1}, {"tag": "a"}, {"tag": "a"}, {}]
+
+
 @pytest.mark.parametrize("shared", [True, False], ids=["colocated", "split"])
 def test_an_engine_that_would_cross_nodes_is_refused(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(platform.PLATFORM_VARIABLE, "cuda")

@@ -3,7 +3,7 @@ whose entries are not a multiple of the replicas."""
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,12 +25,13 @@ FORWARDS = ("forward", "forward_reference")
 
 
 class ActorGroup(RayActorGroup):
-    """Upstream's group (openrlhf 0.11.2, trainer/ray/launcher.py), with three differences.
+    """Upstream's group (openrlhf 0.11.2, trainer/ray/launcher.py), with four differences.
 
     - Upstream gives rank i bundle i. Ray packs equal bundles with std::sort, which leaves more than 16 in no order
       (https://github.com/ray-project/ray/issues/51117), so that tensor-parallel groups cross nodes. Here ranks go from
       node to node, as the GPUs of upstream's engines do.
     - Upstream deals rows by count; here they are dealt by tokens (:func:`deal_rows`).
+    - Upstream gives all ranks the same; here one can get what only it needs.
     - Upstream ends the run if the end of the data leaves a replica without an entry ("Insufficient batch size").
 
     Each difference can go once upstream does the same.
@@ -70,6 +71,18 @@ class ActorGroup(RayActorGroup):
         if world_size > 1:
             meeting = ray.get(store)
             self._actor_handlers += [start(rank, *meeting) for rank in range(1, world_size)]
+
+    def async_run_method(
+        self, method_name: str, *args: Any, for_first: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """Like upstream's; arguments ``for_first`` go to the first rank alone: 32 copies of a rollout are some GB."""
+        first, *others = self._actor_handlers
+        refs = [getattr(first, method_name).remote(*args, **kwargs, **(for_first or {}))]
+        return refs + [getattr(rank, method_name).remote(*args, **kwargs) for rank in others]
+
+    def ask_first(self, method_name: str) -> Any:
+        """Ray's reference to the first rank's answer, whom alone it asks."""
+        return getattr(self._actor_handlers[0], method_name).remote()
 
     def async_run_method_batch(self, method_name: str, **columns: Sequence[Any]) -> list[Any]:
         """Like upstream's; the results are those of the entries alone.

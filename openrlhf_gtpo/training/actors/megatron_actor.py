@@ -111,7 +111,9 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
         self.source = pretrain
         self.checkpoint_states: dict[str, Any] = {}
         if args.ckpt.load_enable:
-            self.checkpoint_states = self.checkpoints.load(self.megatron, args.ckpt.load_tag)
+            states = self.checkpoints.load(self.megatron, args.ckpt.load_tag)
+            if strategy.is_rank_0():  # whom alone the controller asks for them
+                self.checkpoint_states = states
         self.trainer = MegatronActorTrainer(strategy, self.model, self.megatron, vllm_engines)
         self.trainer.loss_features = self.loss_features
         for feature in self.loss_features:

@@ -105,6 +105,7 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
     """Upstream's policy actor whose forward returns entropies with the log-probs when the run captures them."""
 
     loss_features: Sequence[LossFeature] = ()
+    checkpoint_states: dict[str, Any]
 
     def init_model_from_pretrained(
         self, strategy: Any, pretrain: str, max_steps: int | None = None, vllm_engines: list[Any] | None = None
@@ -120,6 +121,8 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
         weights = [getattr(weight, "ds_tensor", weight).data for weight in self.actor.parameters()]
         for part, begin in zip(self._averages(), self.checkpoint_states.pop(_AVERAGES, None) or weights):
             part.copy_(begin)
+        if not self.strategy.is_rank_0():  # whom alone the controller asks for the rest
+            self.checkpoint_states = {}
 
     def _averages(self) -> list[torch.Tensor]:
         """See :func:`averages`; empty without ``--train.enable_ema``."""

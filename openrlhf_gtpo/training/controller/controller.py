@@ -413,7 +413,7 @@ class Controller:
         """
         states: dict[str, Any] = dict(_FRESH)
         if self.args.ckpt.load_enable:
-            states |= ray.get(self.models.actor.async_run_method(method_name="get_checkpoint_states"))[0] or {}
+            states |= ray.get(self.models.actor.ask_first("get_checkpoint_states")) or {}
         self.saver.restore(states)
         if isinstance(self.kl_control, AdaptiveKLController):  # a fixed one is what the command line says
             self.kl_control.value = states.get(_KL_COEFFICIENT, self.kl_control.value)

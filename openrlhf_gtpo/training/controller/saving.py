@@ -101,7 +101,7 @@ class Saver:
         self._on_try()
         metric = {"metric_value": value, "metric_key": key}
         save = {"method_name": "save_checkpoint", "tag": tag, **metric}
-        refs = self._models.actor.async_run_method(**save, client_states=states)
+        refs = self._models.actor.async_run_method(**save, for_first={"client_states": states})
         if self._models.critic is not None:
             refs += self._models.critic.async_run_method(**save)
         ray.get(refs)
