@@ -6,12 +6,15 @@ from types import SimpleNamespace
 
 from openrlhf_gtpo.checkpoints.folder import missing_operation
 from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.model_shape import ModelShape
 from openrlhf_gtpo.platform.files import existing_parent, free_bytes, gigabytes
 from openrlhf_gtpo.training.checks.model import Model
 
 # Bytes per parameter: the weight in bfloat16; the weight in float32 with Adam's two moments.
 _WEIGHT_BYTES = 2
 _STATE_BYTES = 12
+# Of a row's token: its number, whether it is an action, log-prob, version, and the sampler's two values.
+_TOKEN_BYTES = 4 + 1 + 4 + 4 + 8
 
 
 def writes_checkpoints(args: SimpleNamespace) -> bool:
@@ -49,7 +52,7 @@ def check_room(args: SimpleNamespace, model: Model) -> None:
     if writes_checkpoints(args):
         what = f"one checkpoint of {model.name}"
         trained = parameters if args.actor.lora is None else 0  # adapters are small
-        needs.append(("--ckpt.path", args.ckpt.path, what, checkpoint_bytes(trained)))
+        needs.append(("--ckpt.path", args.ckpt.path, what, checkpoint_bytes(trained) + ahead_bytes(args, model)))
     for flag, path, what, needed in needs:
         free = free_bytes(path)
         if free is not None and free < needed:
@@ -62,3 +65,16 @@ def check_room(args: SimpleNamespace, model: Model) -> None:
 def checkpoint_bytes(parameters: int) -> int:
     """Lower bound on the size of a checkpoint, in bytes: the weights and the optimizer's states."""
     return parameters * (_WEIGHT_BYTES + _STATE_BYTES)
+
+
+def ahead_bytes(args: SimpleNamespace, model: Model) -> int:
+    """Size in a checkpoint, in bytes, of the rows that were sampled and not trained on, all of ``--data.max_len``
+    tokens; 0 if engines do not sample ahead."""
+    if not args.train.async_enable:
+        return 0
+    steps = 1 + args.train.max_staleness if args.train.partial_rollout_enable else 1
+    tokens = steps * args.rollout.batch_size * args.rollout.n_samples_per_prompt * args.data.max_len
+    if not args.rollout.replays_routes:
+        return tokens * _TOKEN_BYTES
+    shape = ModelShape.of(model.config)
+    return tokens * (_TOKEN_BYTES + shape.num_layers * shape.experts_per_token * (1 if shape.num_experts < 256 else 2))

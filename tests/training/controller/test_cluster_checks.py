@@ -11,9 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 import torch
+from transformers import AutoConfig
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf_gtpo import platform
@@ -21,9 +23,10 @@ from openrlhf_gtpo.checkpoints.files import DamagedError
 from openrlhf_gtpo.checkpoints.folder import CheckpointWriteError
 from openrlhf_gtpo.errors import Restartable, TrainingStopped, UsageError
 from openrlhf_gtpo.model_shape import PRESETS
+from openrlhf_gtpo.token_values import TokenValues
 from openrlhf_gtpo.training.checks.model import Model
 from openrlhf_gtpo.training.controller import cluster_checks
-from openrlhf_gtpo.training.controller.checkpoint_disk import check_room, checkpoint_bytes
+from openrlhf_gtpo.training.controller.checkpoint_disk import ahead_bytes, check_room, checkpoint_bytes
 from openrlhf_gtpo.training.controller.cluster_checks import (
     check_gpus,
     check_memory,
@@ -33,6 +36,8 @@ from openrlhf_gtpo.training.controller.cluster_checks import (
 )
 from openrlhf_gtpo.training.controller.failures import explained, raise_if_lost, write_errors
 from openrlhf_gtpo.training.host import EngineGroup
+from openrlhf_gtpo.training.rollout.packed import pack
+from openrlhf_gtpo.training.rows import Row
 
 
 def run_of(actor: int, engines: int, colocated: bool = False) -> SimpleNamespace:
@@ -155,7 +160,8 @@ def test_only_a_run_that_saves_needs_a_shared_folder(tmp_path: Path, elsewhere: 
     nodes = [node("n1", 2) | {"Alive": True}, node("n2", 2) | {"Alive": True}]
     monkeypatch.setattr(cluster_checks.ray, "nodes", lambda: nodes)
     args = run_of(1, 1)
-    vars(args).update(vars(saving("none", tmp_path / "checkpoints", save_steps=-1)) | {"actor": args.actor})
+    kept = {"actor": args.actor, "train": args.train}
+    vars(args).update(vars(saving("none", tmp_path / "checkpoints", save_steps=-1)) | kept)
     fetched: list[tuple[str, bool]] = []
     monkeypatch.setattr(cluster_checks, "fetch_model", lambda name, nodes, weights: fetched.append((name, weights)))
     check_nodes(args)
@@ -234,6 +240,9 @@ def saving(model: Path | str, path: Path, **ckpt: Any) -> SimpleNamespace:
         actor=SimpleNamespace(model_name_or_path=str(model), lora=None),
         eval=SimpleNamespace(dataset=None, steps=-1),
         logger=SimpleNamespace(tensorboard_dir=None),
+        train=SimpleNamespace(async_enable=False, partial_rollout_enable=False, max_staleness=1),
+        rollout=SimpleNamespace(batch_size=8, n_samples_per_prompt=4, replays_routes=False),
+        data=SimpleNamespace(max_len=100),
     )
 
 
@@ -288,6 +297,33 @@ def test_a_disk_on_which_no_checkpoint_fits_is_refused(model, tmp_path, monkeypa
         UsageError, match=r"--ckpt.output_dir .*, and the trained model takes about 0\.0 MB; free some"
     ):
         check(saving(model, tmp_path, save_steps=-1))
+
+
+def packed_bytes(tokens: int) -> int:
+    """What a row with all that an asynchronous run's has takes in a checkpoint."""
+    floats, ints = np.zeros(tokens, np.float32), np.zeros(tokens, np.int32)
+    values = TokenValues(floats, floats)
+    return len(pack([Row("a", None, 0, ints, ints > 0, floats, 1.0, None, values=values, versions=ints)]))
+
+
+def test_rows_that_were_sampled_ahead_need_room_too(model, tmp_path, monkeypatch) -> None:
+    args = saving(model, tmp_path)
+    policy = Model(args.actor.model_name_or_path, "--actor.model_name_or_path")
+    config = {"model_type": "qwen3_moe", "num_experts": 300, "num_experts_per_tok": 8, "num_hidden_layers": 2}
+    assert ahead_bytes(args, policy) == 0
+    args.train.async_enable = True
+    a_token = (packed_bytes(1000) - packed_bytes(0)) // 1000
+    assert ahead_bytes(args, policy) == 8 * 4 * 100 * a_token
+    free = 15107 * 14 + ahead_bytes(args, policy) - 1
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
+    with pytest.raises(UsageError, match="one checkpoint of .* free some"):
+        check_room(args, policy)
+    args.train.partial_rollout_enable = True
+    assert ahead_bytes(args, policy) == 2 * 8 * 4 * 100 * a_token
+    args.rollout.replays_routes = True
+    for experts, size in ((128, 1), (300, 2)):
+        policy.config = AutoConfig.for_model(**config | {"num_experts": experts})
+        assert ahead_bytes(args, policy) == 2 * 8 * 4 * 100 * (a_token + 2 * 8 * size)
 
 
 def task_error(cause: BaseException) -> BaseException:
