@@ -145,6 +145,7 @@ class Data(Prompts):
         self.prompts = self.labels = prompts
         self.images, self.datasources = [None] * len(prompts), ["x"] * len(prompts)
         self.strategy = SimpleNamespace(args=args)
+        self._rows = [row.encode() for row in prompts]
 
 
 def controller(

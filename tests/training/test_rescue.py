@@ -154,6 +154,24 @@ def test_a_group_of_both_waits_without_the_guides_rows(of_guide: int, monkeypatc
     assert [row.logs["guide"] for row in found.others] == [row.reward for row in found.others]
 
 
+@pytest.mark.parametrize("samples", [2, 8])
+def test_what_waits_joins_groups_of_the_size_of_the_run_that_goes_on(
+    samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though its failures in the checkpoint are of another size."""
+    before, _ = guided(monkeypatch, 1 / 3, *RESCUE, "--algo.guide.rescue_batch", "5")
+    before.sample()
+    sampler, engines = guided(monkeypatch, 0.0, *RESCUE)
+    answers(engines, lambda label: True)
+    sampler.queue.restore(before.queue.state())
+    sampler.args.rollout.n_samples_per_prompt = samples
+    rescued = Rollout([], 1, False)
+    sampler._rescue(rescued)
+    assert prompts(rescued.others) == [str(number) for number in (0, 2, 4, 6) for _ in range(samples)]
+    own = min(samples // 2, 2)
+    assert [row.logs["guide"] for row in rescued.others] == ([0.0] * own + [1.0] * (samples - own)) * 4
+
+
 def test_a_guide_that_dies_at_a_rescue(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """Its engines, woken for the rescue alone, sleep again: one may live, on the trainer's GPU."""
     sampler, _ = guided(monkeypatch, 0.0, *RESCUE, "--algo.guide.on_failure", "continue")

@@ -5,7 +5,7 @@ import copyreg
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
@@ -38,7 +38,7 @@ from safetensors import SafetensorError
 from torch.utils import cpp_extension
 from torch.utils.serialization import config as serialization
 from torchdata.stateful_dataloader import StatefulDataLoader
-from torchdata.stateful_dataloader.sampler import RandomSampler
+from torchdata.stateful_dataloader.sampler import RandomSampler, _StatefulRandomSamplerIterator
 
 from openrlhf_gtpo.checkpoints import folder as checkpoint_folder
 from openrlhf_gtpo.checkpoints import hf_folder
@@ -57,6 +57,7 @@ from openrlhf_gtpo.platform.agreement import (
 from openrlhf_gtpo.platform.compile_lock import CompileLock
 from openrlhf_gtpo.platform.random_state import apply_random_state, random_state
 from openrlhf_gtpo.training.actors import adapters, shared_prompts
+from openrlhf_gtpo.training.checks.origin import ORIGIN
 from openrlhf_gtpo.training.checks.prompts import Prompts, blending_datasets
 from openrlhf_gtpo.training.checks.results import checkpoint_folders
 from openrlhf_gtpo.training.settings.prompts import keep_prompts
@@ -95,9 +96,10 @@ class Strategy(DeepspeedStrategy):
         **kwargs: Any,
     ) -> StatefulDataLoader:
         """Like upstream's, but prompts are shuffled by ``--train.seed``: upstream leaves the process that draws them
-        unseeded. Can go with a release that has https://github.com/OpenRLHF/OpenRLHF/pull/1355."""
+        unseeded. Can go with a release that has https://github.com/OpenRLHF/OpenRLHF/pull/1355. A pass over them that
+        was begun is completed as it began, whatever has been appended to them."""
         if shuffle and sampler is None and not torch.distributed.is_initialized():
-            sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(self.seed))
+            sampler = Shuffled(dataset, generator=torch.Generator().manual_seed(self.seed))
         return super().setup_dataloader(dataset, batch_size, pin_memory, shuffle, *args, sampler=sampler, **kwargs)
 
     def setup_distributed(self, timeout: timedelta = timedelta(minutes=60)) -> None:
@@ -241,7 +243,8 @@ class Strategy(DeepspeedStrategy):
         agree(temporary, target, files.failure)
         metric = {name: options.get(f"metric_{name}") for name in ("key", "value")}
         world_size = torch.distributed.get_world_size()
-        contents = {"metric": metric, "world_size": world_size} | ({} if lora is None else {"lora": lora})
+        contents = {"metric": metric, "world_size": world_size, ORIGIN: (client_state or {}).get(ORIGIN)}
+        contents |= {} if lora is None else {"lora": lora}
         publish(temporary, target, contents, files.entries)
         put_in_order(target, self._saved_together(target.parent)[1:], max_num=max_num, max_mem_gb=max_mem)
 
@@ -328,6 +331,25 @@ class Strategy(DeepspeedStrategy):
             if failure is not None:
                 shutil.rmtree(temporary, ignore_errors=True)
         raise_together(failure, CheckpointWriteError)
+
+
+class Shuffled(RandomSampler):
+    """torchdata's, whose passes know of how many rows they are."""
+
+    def __iter__(self) -> Iterator[int]:
+        return _Pass(self)
+
+
+class _Pass(_StatefulRandomSamplerIterator):
+    _ROWS = "rows"
+    n: int
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {self._ROWS: self.n}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.n = self.num_samples = state_dict.get(self._ROWS, self.n)  # an earlier version's does not say it
+        super().load_state_dict(state_dict)
 
 
 class CpuStrategy(Strategy):

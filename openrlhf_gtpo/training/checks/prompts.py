@@ -1,5 +1,6 @@
 """Prompts and labels as their files say them, for OpenRLHF's loader of prompts, checks and ``cli.evaluate``."""
 
+import hashlib
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ class Rows(list[dict[str, Any]]):
 
 
 class Prompts(PromptDataset):
-    """Upstream's prompts, made by :func:`prompt_and_label`.
+    """Upstream's prompts, made by :func:`prompt_and_label`, and what its rows are known by.
 
     Attributes:
         variables: by prompt, what the chat template was given, of rows that have variables of their own.
@@ -54,6 +55,9 @@ class Prompts(PromptDataset):
             raise UsageError(f"The prompt of row {len(self.prompts) + 1} cannot be made: {error}.") from error
         finally:
             prompts_dataset.preprocess_data = _preprocess
+        data = strategy.args.data
+        keys = (data.input_key, data.label_key, self.image_key, data.tools_key, data.chat_template_kwargs_key)
+        self._rows = [_digest([row.get(key) for key in keys]) for row in dataset]
 
     def check_labels(self) -> None:
         """Raise UsageError for a label that does not arrive where it has to, as of a data set that no check has seen,
@@ -63,6 +67,20 @@ class Prompts(PromptDataset):
                 check_label(label, self.strategy.args)
             except UsageError as error:
                 raise UsageError(f"The label of row {row} {error}") from error
+
+    def digest(self, rows: int) -> str:
+        """The first ``rows`` of the data, as they stand there: a prompt may have today's date."""
+        return hashlib.sha256(b"".join(self._rows[:rows])).hexdigest()
+
+
+def _digest(values: Sequence[Any]) -> bytes:
+    digest = hashlib.sha256()
+    for value in values:
+        try:
+            digest.update(to_json(value))
+        except TypeError as error:  # an image, say; its text may have an address
+            digest.update(str(error).encode())
+    return digest.digest()
 
 
 def prompt_and_label(row: Mapping[str, Any], args: SimpleNamespace, tokenizer: Any) -> tuple[str, Any]:

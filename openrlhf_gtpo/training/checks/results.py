@@ -19,6 +19,7 @@ from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.platform.files import check_output
 from openrlhf_gtpo.report.metrics import read_runs
 from openrlhf_gtpo.report.names import KIND_RUN
+from openrlhf_gtpo.training.checks.origin import ORIGIN, Origin
 
 
 def checkpoint_folders(args: SimpleNamespace) -> list[Path]:
@@ -62,7 +63,8 @@ def check_checkpoints(args: SimpleNamespace) -> None:
     checkpoints that cannot be loaded.
 
     Raises:
-        UsageError: ``--ckpt.path`` has such files, or lacks the checkpoint that ``--ckpt.load_tag`` names.
+        UsageError: ``--ckpt.path`` has such files, or lacks the checkpoint that ``--ckpt.load_tag`` names, or it has
+            rows that were sampled with other settings.
     """
     ckpt, folders = args.ckpt, checkpoint_folders(args)
     if not ckpt.load_enable:
@@ -90,7 +92,7 @@ def check_checkpoints(args: SimpleNamespace) -> None:
                 )
         backend = backend_of(path) if path is not None else args.actor.backend
         places = [] if path is None else [folder / path.name for folder in folders]
-        wrote = [read_manifest(p).get("world_size") if (p / MANIFEST).is_file() else None for p in places]
+        manifests = [read_manifest(place) if (place / MANIFEST).is_file() else {} for place in places]
     except CheckpointError as error:
         flag = "--ckpt.load_enable" if ckpt.load_tag is None else "--ckpt.load_tag"
         raise UsageError(f"{flag}: {error}") from error
@@ -98,7 +100,10 @@ def check_checkpoints(args: SimpleNamespace) -> None:
         raise UsageError(
             f"--ckpt.load_enable: {path} was written with --actor.backend {backend}; give that, or another folder."
         )
-    for role, place, before in zip(("actor", "critic"), places, wrote):
+    saved = manifests[0].get(ORIGIN) if manifests else None
+    list(Origin(args).differences(saved or {}))  # of which the controller prints those that are not refused
+    for role, place, manifest in zip(("actor", "critic"), places, manifests):
+        before = manifest.get("world_size")
         now = getattr(args, role).num_nodes * getattr(args, role).num_gpus_per_node
         divided = backend == "deepspeed" and args.ds.zero_stage > 0 and not args.ds.use_universal_ckpt
         if divided and before not in (None, now):  # None: an earlier version wrote it

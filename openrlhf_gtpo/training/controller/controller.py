@@ -19,6 +19,7 @@ from openrlhf_gtpo.errors import StoppedOnRequest, TrainingStopped
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import Rows
 from openrlhf_gtpo.training.actors.actor_trainer import wait_for_engines
+from openrlhf_gtpo.training.checks.origin import ORIGIN, Origin
 from openrlhf_gtpo.training.controller.engines import Engines
 from openrlhf_gtpo.training.controller.heartbeat import Watched
 from openrlhf_gtpo.training.controller.metrics import (
@@ -98,9 +99,11 @@ class Controller:
         if not args.rollout.is_sampled:  # a feature's sampler stands for the prompts' loader too
             self._take_sampler()
             self.prompts, self.max_steps = self.sampler, self.sampler.max_steps
+            self.origin = Origin(args)
         else:
             self.prompts, self.held_out, _ = ppo_trainer.prepare_datasets(strategy, self.tokenizer)
             self.prompts.dataset.check_labels()
+            self.origin = Origin(args, self.prompts.dataset, getattr(self.held_out, "dataset", None))
             self.max_steps = count_all_steps(args, len(self.prompts))
             shared = ray.put(self.tokenizer)
             self.sampling = (args, self.prompts, self.held_out, shared, self.engines.serving, self._recover)
@@ -151,7 +154,8 @@ class Controller:
             feature.begin(self)
         if self.held_out is not None and begun > 0 and begun % self.args.eval.steps == 0:
             self._unevaluated = states
-            self._evaluated = [row for row in earlier if (row["kind"], row["step"]) == (names.KIND_EVAL, begun)]
+            if not self.origin.has_other_questions(states.get(ORIGIN, {})):
+                self._evaluated = [row for row in earlier if (row["kind"], row["step"]) == (names.KIND_EVAL, begun)]
         elif self.held_out is not None and begun == 0 and self.args.eval.before_training:
             self._evaluate()
         self._begin_step()
@@ -414,12 +418,18 @@ class Controller:
         states: dict[str, Any] = dict(_FRESH)
         if self.args.ckpt.load_enable:
             states |= ray.get(self.models.actor.ask_first("get_checkpoint_states")) or {}
+        saved = states.get(ORIGIN, {})
+        if self.origin.has_other_questions(saved):
+            states["best_eval_metric_value"] = None
         self.saver.restore(states)
         if isinstance(self.kl_control, AdaptiveKLController):  # a fixed one is what the command line says
             self.kl_control.value = states.get(_KL_COEFFICIENT, self.kl_control.value)
         self.step, self.consumed = states["global_step"], states["total_consumed_prompts"]
         self.episode = states["episode"]
+        for sentence in self.origin.differences(saved):
+            print(f"Going on after step {self.step}: {sentence}", flush=True)
         self.sampler.drawn = self.consumed + self.rollouts.restore(states)
+        self.sampler.of_pass = saved.get("drawn", 0)
         for feature in self.features:
             feature.restore(states, self.step)
         return states
@@ -432,6 +442,8 @@ class Controller:
         """
         with self.rollouts.still():
             states = {LOADER: self.prompts.state_dict(), **self.rollouts.state()}
+            ahead = max(0, self.sampler.drawn - self.consumed)  # a replay draws none
+            states[ORIGIN] = self.origin.state(self.sampler.of_pass, ahead)
         states |= {
             "episode": self.episode + int(self.rollout.exhausted),
             "global_step": self.step,

@@ -46,6 +46,10 @@ class RolloutBatch:
             values: (b, t) of each, or None.
             rollout: all their rows, in sampling order.
         """
+        firsts = [row for row in rollout[::samples_per_prompt] for _ in range(samples_per_prompt)]
+        assert [row.number for row in rollout] == [
+            row.number for row in firsts
+        ], "a group has rows of several prompts, as of a checkpoint with another --rollout.n_samples_per_prompt"
         order = torch.tensor([row for experience in experiences for row in experience.index])
         width = max(experience.action_mask.shape[1] for experience in experiences)
 

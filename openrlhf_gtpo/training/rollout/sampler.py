@@ -44,6 +44,7 @@ class Sampler:
     Attributes:
         engines: whoever holds the list may change it.
         drawn: training prompts since the run began; a resumed run sets it to what its checkpoint has consumed.
+        of_pass: those of the pass over the data that is under way, likewise.
         with_log_probs: whether training rows carry their engine's log-probs.
     """
 
@@ -61,7 +62,7 @@ class Sampler:
         self._credit = entropy_credit(args)
         self._left: Iterator[Any] | None = None  # of the episode's prompts
         self._load: Counter[int] = Counter()  # responses that an engine has been asked for and not given, by id
-        self.drawn = 0
+        self.drawn = self.of_pass = 0
         self.with_log_probs = args.algo.advantage.is_correction_level != "off"
 
     def sample(self) -> Rollout:
@@ -93,9 +94,9 @@ class Sampler:
             self._left = _prompts(iter(self._prompts))
         prompt = next(self._left, None)
         if prompt is None:
-            self._left = None
+            self._left, self.of_pass = None, 0
             return None
-        number, self.drawn = self.drawn, self.drawn + 1
+        number, self.drawn, self.of_pass = self.drawn, self.drawn + 1, self.of_pass + 1
         return self.request(prompt, number)
 
     def rollout(self, groups: Mapping[int, list[Row]], prompts: int, seen: Rollout) -> Rollout:

@@ -183,6 +183,23 @@ def test_labels_that_a_checkpoint_lacks_are_refused_where_it_keeps_them(
     check_data(args, policy)
 
 
+def test_data_are_known_by_their_rows(command: dict[str, Any], tmp_path: Path) -> None:
+    """And not by their prompts, which a template may write the date into."""
+    rows = [{"question": f"{i}", "answer": label, "more": i} for i, label in enumerate([1, "1", 0.0, [1.0]])]
+
+    def digest(count: int, given: list[dict[str, Any]], **flags: Any) -> str:
+        return loaded(command, prompt_dataset=table(tmp_path / "rows.jsonl", given), **flags).digest(count)
+
+    known = digest(3, rows)
+    assert known == digest(3, [{**row, "more": 0} for row in rows], input_template="Today {}")
+    assert known == digest(3, rows[:3]) != digest(4, rows)
+    for place, key, value in ((0, "answer", "1"), (1, "question", "01"), (2, "answer", 0)):
+        other = [dict(row) for row in rows]
+        other[place][key] = value
+        assert digest(3, other) != known
+    assert digest(3, [rows[1], rows[0], *rows[2:]]) != known
+
+
 def test_blending(command: dict[str, Any], tmp_path: Path) -> None:
     """Files of different types can be concatenated, and drawn from as upstream does."""
     kinds: dict[str, list[Any]] = {"words": ["a", "b", "c"], "numbers": [1, 2.5, 3]}

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 from openrlhf_gtpo.checkpoints.folder import MANIFEST, write_manifest
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.report.metrics import MetricsWriter
+from openrlhf_gtpo.training.checks.origin import ORIGIN, Origin
 from openrlhf_gtpo.training.checks.results import (
     check_checkpoints,
     check_metrics_file,
@@ -184,3 +185,21 @@ def test_what_cannot_be_gone_on_from_is_refused(
     assert "no checkpoint that is known to be whole (global_step1.corrupt)" in refused(resume)
     make_checkpoint(tmp_path, "global_step3", model={}, dtype="bfloat16", optimizer=True)
     assert "global_step3 was written with --actor.backend megatron; give that, or" in refused(resume)
+
+
+def test_rows_that_were_sampled_with_other_settings_are_not_gone_on_from(
+    command: dict[str, Any], tmp_path: Path
+) -> None:
+    """Before anything starts; a checkpoint without rows ahead, or of an earlier version, does not refuse any."""
+    args = parse(argv_of(command | {"--ckpt.path": tmp_path, "--ckpt.load_enable": True}))
+    for step, ahead in ((1, 0), (2, None), (3, 4)):
+        own = {} if ahead is None else {ORIGIN: Origin(args).state(0, ahead)}
+        make_checkpoint(tmp_path, f"global_step{step}", world_size=None, **own)
+        check_checkpoints(args)
+        args.rollout.n_samples_per_prompt += 1
+        wrong = (
+            r"n_samples_per_prompt is (\d+), and was \d+: .*, and the checkpoint has 4 prompts that were sampled ahead"
+        )
+        with pytest.raises(UsageError, match=wrong) if ahead else nullcontext():
+            check_checkpoints(args)
+        args.rollout.n_samples_per_prompt -= 1

@@ -25,10 +25,10 @@ class ReplayedSampler:
     Attributes:
         step: the step of the dump returned last.
         max_steps: optimizer steps of the dumped run, from which its learning rates follow.
-        drawn: as in ``Sampler``.
+        drawn, of_pass: as in ``Sampler``.
     """
 
-    drawn = step = 0
+    drawn = of_pass = step = 0
 
     def __init__(self, args: SimpleNamespace) -> None:
         self._args = args
