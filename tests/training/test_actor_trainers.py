@@ -99,7 +99,7 @@ def test_a_micro_batch_has_one_loss_and_gradient(argv: list[str], monkeypatch: p
     deepspeed = DeepspeedActorTrainer(strategy, Table(tables[0]), None, None, None, vllm_engines=None)
     deepspeed.loss_features = [GuideRatios(args.algo.guide.ratio_cap), TokenRatios()]
     totals = count_actions([row.action_mask for row in rows], None, torch.device("cpu"))
-    batch = MicroBatch(make_experience_batch(rows), len(rows), 1.0, True, totals)
+    batch = MicroBatch(make_experience_batch(rows), len(rows), 1.0, True, totals, (0, 0))
     found = deepspeed.train_micro_batch(batch, KL_COEF)
 
     megatron = MegatronActorTrainer(strategy, None, None, None)

@@ -67,7 +67,6 @@ def test_all_that_is_trained_of_a_mixture_is_in_its_export(
         assert all(parameter.grad is not None for parameter in policy.parameters() if parameter.requires_grad)
         optimizer.step()
     source, folder = str(tmp_path / "base"), tmp_path / "exported"
-    tokenizer: Any = type("Tokenizer", (), {"save_pretrained": lambda self, folder: None})()
     adapters.save(policy, lambda parts: nullcontext(), folder, LoraOptions(4, 8), source, is_first=True)
     exported, loading = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     assert not any(loading.values())
