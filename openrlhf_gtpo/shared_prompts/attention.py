@@ -54,7 +54,8 @@ def _padded(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scale: float 
             inputs = exact = exact or tuple(tensor.float() for tensor in inputs)
         queries, keys = (places.to(query.device) for places in (bucket.queries, bucket.keys))
         q, k, v = (gather(t, p).transpose(1, 2) for t, p in zip(inputs, (queries, keys, keys), strict=True))
-        bias = None if bucket.bias is None else bucket.bias.to(q)
+        bias = bucket.bias
+        bias = None if bias is None else bias.to(q)
         out = F.scaled_dot_product_attention(
             q, k, v, bias, is_causal=bias is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
@@ -64,12 +65,12 @@ def _padded(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scale: float 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scale: float | None) -> Tensor:
     """flash-attn if it is installed, torch's own otherwise; both align a causal mask to the bottom right."""
-    queries, keys, most, deepest = tree.offsets
-    places = tree.keys.to(query.device, non_blocking=True)
+    queries, keys, places = tree.on(query.device)
     inputs = query, gather(key, places), gather(value, places)
-    bounds = (queries.to(query.device, non_blocking=True), keys.to(query.device, non_blocking=True), most, deepest)
+    bounds = queries, keys, *tree.longest
     try:
         from flash_attn import flash_attn_varlen_func  # which the stand-in lacks
     except ImportError:
         return varlen_attention.causal(*inputs, *bounds, scale)
-    return flash_attn_varlen_func(*inputs, *bounds, softmax_scale=scale, causal=True)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return flash_attn_varlen_func(*inputs, *bounds, softmax_scale=scale, causal=True, deterministic=deterministic)

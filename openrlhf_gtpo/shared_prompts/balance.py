@@ -30,7 +30,7 @@ def cut_evenly(lengths: Sequence[int], prompts: Sequence[Prompt], max_tokens: in
     """Cut rows into runs of at most ``max_tokens`` computed tokens each, or of one row, with about as many in each.
 
     Args:
-        multiple: the number of runs is a multiple of this, unless there are too few rows.
+        multiple: the number of runs is a multiple of this, unless each row is a run.
     """
 
     def cut(limit: int) -> list[range]:
@@ -44,9 +44,17 @@ def cut_evenly(lengths: Sequence[int], prompts: Sequence[Prompt], max_tokens: in
             tokens += more
         return [*runs, range(begin, len(lengths))]
 
+    def tokens_of(run: range) -> int:
+        return computed_tokens([lengths[row] for row in run], [prompts[row] for row in run])
+
     wanted = -(-len(cut(max_tokens)) // multiple) * multiple
     low, high = 0, max_tokens  # the smallest limit with which there are no more runs than wanted
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if len(cut(middle)) <= wanted else (middle + 1, high)
-    return cut(low)
+    runs = cut(low)
+    while len(runs) % multiple and len(runs) < len(lengths):  # the largest in two
+        place = max((i for i, run in enumerate(runs) if len(run) > 1), key=lambda i: tokens_of(runs[i]))
+        begin, end = runs[place].start, runs[place].stop
+        runs[place : place + 1] = range(begin, (begin + end) // 2), range((begin + end) // 2, end)
+    return runs

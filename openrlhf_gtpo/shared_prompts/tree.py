@@ -8,7 +8,7 @@ positions continue from there.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch import Tensor
 
 # A segment with this many tokens has a call of attention to itself, see ``Tree.buckets``.
 _LONG = 64
+_LARGE = 2**21  # numbers in a bias
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,32 @@ class Bucket:
     Fields:
         queries: (S, Q) places of their tokens in the pack; 0 where there is none.
         keys: (S, K) places of the tokens that the last query sees; 0 where there is none.
-        bias: (S, 1, Q, K) float32, -inf where a query does not see a key; None for a causal mask.
+        above: (S,) tokens that the first query sees before it; None if a causal mask serves all.
     """
 
     queries: Tensor
     keys: Tensor
-    bias: Tensor | None
+    above: Tensor | None
+
+    @property
+    def bias(self) -> Tensor | None:
+        """(S, 1, Q, K) float32, -inf where a query does not see a key; None for a causal mask. Made anew each time if
+        it is large: a long response after a long prompt takes as much as all of a layer's activations."""
+        if self.above is None:
+            return None
+        return (
+            self._bias if len(self.above) * self.queries.shape[1] * self.keys.shape[1] < _LARGE else self._make_bias()
+        )
+
+    @cached_property
+    def _bias(self) -> Tensor:
+        return self._make_bias()
+
+    def _make_bias(self) -> Tensor:
+        assert self.above is not None
+        queries, keys = torch.arange(self.queries.shape[1]), torch.arange(self.keys.shape[1])
+        sees = queries[:, None] + self.above[:, None, None] >= keys
+        return torch.zeros(sees.shape).masked_fill_(~sees, -torch.inf).unsqueeze(1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +74,7 @@ class Tree:
     paths: list[np.ndarray]
     places: Tensor
     origin: Tensor
+    _on_device: list[Tensor] = field(default_factory=list)
 
     @cached_property
     def buckets(self) -> tuple[list[Bucket], Tensor]:
@@ -76,25 +98,25 @@ class Tree:
                 keys[i, : len(path)] = path
                 back[own] = before + i * most + np.arange(lengths[i])
             before += queries.size
-            bias = None
-            if above.any() or (lengths != most).any():
-                sees = np.arange(most)[:, None] + above[:, None, None] >= np.arange(deepest)
-                bias = torch.zeros(sees.shape).masked_fill_(torch.from_numpy(~sees), -torch.inf).unsqueeze(1)
-            buckets.append(Bucket(torch.from_numpy(queries), torch.from_numpy(keys), bias))
+            causal = not above.any() and bool((lengths == most).all())
+            places = torch.from_numpy(queries), torch.from_numpy(keys)
+            buckets.append(Bucket(*places, None if causal else torch.from_numpy(above)))
         return buckets, torch.from_numpy(back)
 
-    @cached_property
-    def offsets(self) -> tuple[Tensor, Tensor, int, int]:
-        """Where segments' queries, and their paths one after another, begin: (S + 1,) int32 each; and the longest of
-        both."""
-        depths = [len(path) for path in self.paths]
-        queries, keys = (torch.tensor(np.cumsum([0, *n]), dtype=torch.int32) for n in (self.lengths, depths))
-        return queries, keys, int(max(self.lengths)), max(depths)
+    @property
+    def longest(self) -> tuple[int, int]:
+        """Tokens of the longest segment, and of the longest path."""
+        return int(max(self.lengths)), max(map(len, self.paths))
 
-    @cached_property
-    def keys(self) -> Tensor:
-        """The places of all paths, one after another."""
-        return torch.from_numpy(np.concatenate(self.paths))
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """For kernels of packed rows: (S + 1,) int32 where segments' queries, and their paths one after another,
+        begin; and (K,) int32 places of all paths. Copied to the device once, as all layers ask for them."""
+        if not self._on_device:
+            ends = [np.cumsum([0, *n]) for n in (self.lengths, list(map(len, self.paths)))]
+            host = (*ends, np.concatenate(self.paths))
+            self._on_device.extend(torch.from_numpy(part.astype(np.int32)).to(device) for part in host)
+        queries, keys, places = self._on_device
+        return queries, keys, places
 
 
 def pack_tree(

@@ -42,6 +42,7 @@ def train(args: SimpleNamespace) -> None:
         StoppedOnRequest: the run was asked to stop, and can be resumed.
     """
     stop.prepare(args)
+    shared_prompts.decide(args, _models(args))  # here, as a supervised run's process has nothing else of the checks
     if args.rollout.is_sampled and (why := why_no_scheduler()):
         print(f"Engines send each token by itself, which makes rollouts slower: {why}.", file=sys.stderr)
     patch.apply(args, features_of(args))
@@ -76,11 +77,7 @@ def check(args: SimpleNamespace) -> None:
         UsageError: the first thing that is wrong.
         OSError: a path that cannot be what its flag says.
     """
-    trusted = args.actor.trust_remote_code
-    policy = Model(args.actor.model_name_or_path, "--actor.model_name_or_path", trusted)
-    others = {"critic": args.critic.model_name_or_path}
-    others |= {} if args.reward.remote_url else {"reward": args.reward.model_name_or_path}
-    models = [policy, *(Model(name, f"--{role}.model_name_or_path", trusted) for role, name in others.items() if name)]
+    policy, *_ = models = _models(args)
 
     check_settings(args)  # flags that contradict each other
     check_earlier_runs(args)  # what must not be replaced, and what to go on from
@@ -91,7 +88,6 @@ def check(args: SimpleNamespace) -> None:
     check_reads_text(args, policy)
     check_megatron(args, policy)  # layout, FP8, what the Megatron actor does not do
     policy.check_vocabulary()
-    shared_prompts.decide(args, [policy] if args.actor.backend == "megatron" else models)
     if args.rollout.is_sampled:
         agent = check_reward(args)
         check_data(args, policy)  # every row's prompt and label
@@ -105,6 +101,16 @@ def check(args: SimpleNamespace) -> None:
     check_room(args, policy)  # on the disks for results
     host.check_gpus()
     host.check_ray()
+
+
+def _models(args: SimpleNamespace) -> list[Model]:
+    """The run's checkpoints, the policy's first."""
+    names = {"actor": args.actor.model_name_or_path, "critic": args.critic.model_name_or_path}
+    names |= {} if args.reward.remote_url else {"reward": args.reward.model_name_or_path}
+    trusted = args.actor.trust_remote_code
+    return [
+        Model(name, f"--{role}.model_name_or_path", trusted) for role, name in names.items() if name or role == "actor"
+    ]
 
 
 def run(args: SimpleNamespace) -> None:

@@ -7,6 +7,7 @@ from statistics import mean, stdev
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from openrlhf.trainer.ppo_utils.experience import (
@@ -31,7 +32,8 @@ from openrlhf_gtpo.algorithms import (
 from openrlhf_gtpo.algorithms.config import Settings, setting
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.report import names
-from openrlhf_gtpo.training.credit.experiences import ExperienceMaker
+from openrlhf_gtpo.training.credit.experiences import ExperienceMaker, share_routes
+from openrlhf_gtpo.training.rows import Row
 from openrlhf_gtpo.training.settings.algorithms import AGGREGATION
 from tests.support import rollouts
 from tests.support.algorithms_reference import grop_list, rescaling_list
@@ -625,3 +627,14 @@ def test_metrics_do_not_depend_on_how_micro_batches_are_cut(monkeypatch: pytest.
     results = [make(arguments(*chosen, *layout), batch, monkeypatch)[0].metrics for layout in LAYOUTS.values()]
     assert results[1] == pytest.approx(results[0], rel=1e-5, abs=1e-6)
     assert results[2] == pytest.approx(results[0], rel=1e-5, abs=1e-6)
+
+
+def test_a_prompts_routes_are_its_first_rows() -> None:
+    """So that the prompt can be computed once; a response's own stay, and so does a row without any."""
+    tokens, mask = np.array([4, 5, 6, 7]), np.array([False, False, True, True])
+    routes = [np.full((4, 2, 1), number, np.uint8) for number in range(3)]
+    rows = [Row("", None, 0, tokens, mask, None, 1.0, 1.0, routes=each) for each in (*routes[:2], None)]
+    rows.append(Row("", None, 1, tokens + 1, mask, None, 1.0, 1.0, routes=routes[2]))
+    share_routes(rows)
+    found = [None if row.routes is None else row.routes[:, 0, 0].tolist() for row in rows]
+    assert found == [[0] * 4, [0, 0, 1, 1], None, [2] * 4]

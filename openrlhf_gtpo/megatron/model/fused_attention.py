@@ -28,8 +28,8 @@ class SharedPromptAttention(TEDotProductAttention):
             return super().forward(query, key, value, *args, packed_seq_params=packed_seq_params, **options)
         tree = packed_seq_params.tree
         assert tree is not None
-        queries, keys, most, deepest = tree.offsets
-        queries, keys, places = (t.to(query.device, non_blocking=True) for t in (queries, keys, tree.keys))
+        queries, keys, places = tree.on(query.device)
+        most, deepest = tree.longest
         params = PackedSeqParams("thd", queries, keys, max_seqlen_q=most, max_seqlen_kv=deepest)
         options["attn_mask_type"] = _BOTTOM_RIGHT
         mask = args[0] if args else options.pop("attention_mask", None)

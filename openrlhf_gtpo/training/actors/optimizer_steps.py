@@ -74,8 +74,9 @@ def deal_rows(
     replica in every optimizer step.
 
     Each step has the same rows over all replicas, and each replica the same number of them, as with equal chunks of
-    consecutive rows. Within a step, the longest row left, or the rows left that share a prompt and have most tokens,
-    go to the replica with the fewest tokens that has room for all of them.
+    consecutive rows. Within a step, the longest row left goes to the replica with the fewest tokens; or the rows left
+    that share a prompt and have most tokens, to that with the fewest that has room for all of them, if the replica
+    with most tokens then has fewer. Long responses to short prompts are dealt row by row.
 
     Args:
         lengths: number of tokens in each row, prompt and response.
@@ -85,29 +86,42 @@ def deal_rows(
     steps = count_steps(len(lengths), order.batch_size)
     shuffled = [np.random.default_rng(order.seed).permutation(len(chunk)) for chunk in chunks]
     dealt = [chunk.copy() for chunk in chunks]
+
+    def tokens_of(rows: list[int]) -> int:
+        return computed_tokens([lengths[row] for row in rows], prompts and [prompts[row] for row in rows])
+
     for places in zip(
         *(np.array_split(permuted, steps) for permuted in shuffled), strict=True
     ):  # one step's, by replica
-        rows = np.concatenate([chunk[place] for chunk, place in zip(chunks, places, strict=True)])
-        tokens = [0] * replicas
-        free = [list(place) for place in places]
-        groups: dict[Any, list[int]] = {}
-        for row in rows.tolist():
-            groups.setdefault(row if prompts is None else prompts[row], []).append(row)
-
-        def computed(members: list[int]) -> int:
-            return computed_tokens([lengths[row] for row in members], prompts and [prompts[row] for row in members])
-
-        for members in sorted(groups.values(), key=lambda members: -computed(members)):
-            while members:
-                room = [replica for replica in range(replicas) if len(free[replica]) >= len(members)]
-                room = room or [max(range(replicas), key=lambda replica: len(free[replica]))]
-                to = min(room, key=lambda replica: tokens[replica])
-                part, members = members[: len(free[to])], members[len(free[to]) :]
-                for row in part:
-                    dealt[to][free[to].pop()] = row
-                tokens[to] += computed(part)
+        rows = np.concatenate([chunk[place] for chunk, place in zip(chunks, places, strict=True)]).tolist()
+        room = [len(place) for place in places]
+        ways = [[[row] for row in rows]]
+        if prompts is not None:
+            groups: dict[Prompt, list[int]] = {}
+            for row in rows:
+                groups.setdefault(prompts[row], []).append(row)
+            ways.insert(0, list(groups.values()))
+        shares = [_share_out(way, room, tokens_of) for way in ways]
+        best = min(shares, key=lambda share: max(map(tokens_of, share)))
+        for of_replica, place, mine in zip(dealt, places, best, strict=True):
+            of_replica[place[::-1]] = mine
     return dealt
+
+
+def _share_out(groups: list[list[int]], room: list[int], tokens_of: Callable[[list[int]], int]) -> list[list[int]]:
+    """Each replica's rows, as many as it has room for: groups go whole to one where they fit, those with most tokens
+    first."""
+    shares: list[list[int]] = [[] for _ in room]
+    tokens = [0] * len(room)
+    for group in sorted(groups, key=lambda group: -tokens_of(group)):
+        while group:
+            free = [most - len(share) for most, share in zip(room, shares, strict=True)]
+            fits = [replica for replica, left in enumerate(free) if left >= len(group)]
+            to = min(fits or [free.index(max(free))], key=lambda replica: tokens[replica])
+            part, group = group[: free[to]], group[free[to] :]
+            shares[to] += part
+            tokens[to] += tokens_of(part)
+    return shares
 
 
 def count_actions(masks: Iterable[Tensor], group: ProcessGroup, device: torch.device, dp_size: int = 1) -> StepTotals:

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from openrlhf.models import Actor
+from openrlhf.models.utils import compute_entropy, log_probs_from_logits
 
 from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy
 from openrlhf_gtpo.token_values import place
+from openrlhf_gtpo.training.actors import shared_prompts
 
 # Architectures whose logits are exactly lm_head(hidden): no soft cap, no scale after the head.
 PLAIN_HEADS = frozenset(
@@ -23,7 +25,8 @@ class PolicyModel(Actor):
     """Drop-in ``Actor``: the same arguments and log-probs, and entropies at action tokens on request.
 
     Falls back to upstream's forward if the head cannot be taken off: other architectures, ring attention, ZeRO-3,
-    DeepSpeed's tensor parallelism, adapters on the head, images, or a caller that wants logits.
+    DeepSpeed's tensor parallelism, adapters on the head, images, or a caller that wants logits. Where prompts are
+    shared, ZeRO-3's head makes logits of the actions alone.
     """
 
     def forward(  # type: ignore[override]
@@ -44,29 +47,37 @@ class PolicyModel(Actor):
         its logits are not computed.
         """
         head = self._plain_head()
-        if action_mask is None or attention_mask is None or ring_attn_group is not None or others or head is None:
+        shares = shared_prompts.are_shared(self.model)
+        whole = action_mask is None or attention_mask is None or ring_attn_group is not None or others
+        if whole or (head is None and not shares):
             others |= {"return_entropy": return_entropy, "ring_attn_group": ring_attn_group}
             others["packed_seq_lens"] = packed_seq_lens
             return super().forward(sequences, action_mask, attention_mask, return_output, **others)
         assert return_output or not return_entropy, "entropies come with the output"
+        assert action_mask is not None and attention_mask is not None
         actions = action_mask.bool()
         num_actions = actions.shape[1]
         # The hidden state at column t predicts the token at t + 1; action columns are the last ones.
         predicts = torch.nn.functional.pad(actions, (sequences.shape[1] - num_actions - 1, 1))
-        head.forward = lambda hidden: hidden  # type: ignore[method-assign]
-        try:
-            output, hidden = self._hidden_states(sequences, attention_mask, predicts)
-        finally:
-            del head.forward
         labels = sequences[:, -num_actions:][actions]
-        log_probs, entropy = linear_log_prob_and_entropy(
-            hidden,
-            head.weight,
-            labels,
-            temperature=self.temperature,
-            bias=head.bias,
-            with_entropy=return_entropy,
-        )
+        if head is None:
+            output, logits = self._logits_of_actions(sequences, attention_mask, predicts)
+            log_probs = log_probs_from_logits(logits, labels)
+            entropy = compute_entropy(logits) if return_entropy else None
+        else:
+            head.forward = lambda hidden: hidden  # type: ignore[method-assign]
+            try:
+                output, hidden = self._hidden_states(sequences, attention_mask, predicts)
+            finally:
+                del head.forward
+            log_probs, entropy = linear_log_prob_and_entropy(
+                hidden,
+                head.weight,
+                labels,
+                temperature=self.temperature,
+                bias=head.bias,
+                with_entropy=return_entropy,
+            )
         if entropy is not None:
             output.entropy = place(entropy, actions)
         action_log_probs = place(log_probs, actions)
@@ -76,6 +87,10 @@ class PolicyModel(Actor):
         self, sequences: torch.Tensor, attention_mask: torch.Tensor, predicts: torch.Tensor
     ) -> tuple[Any, torch.Tensor]:
         """The model's output and its hidden states (N, H) where ``predicts`` (B, T) is True."""
+        if shared_prompts.are_shared(self.model):
+            inputs, places = shared_prompts.inputs(sequences, attention_mask, predicts)
+            output = self.model(**inputs)
+            return output, shared_prompts.gather(output["logits"][0], places)
         valid = attention_mask.bool()
         position_ids = attention_mask.long().cumsum(-1) - 1
         if self.packing_samples:
@@ -87,6 +102,14 @@ class PolicyModel(Actor):
         position_ids.masked_fill_(~valid, 1)
         output = self.model(sequences, attention_mask=attention_mask, position_ids=position_ids)
         return output, output["logits"][predicts]
+
+    def _logits_of_actions(
+        self, sequences: torch.Tensor, attention_mask: torch.Tensor, predicts: torch.Tensor
+    ) -> tuple[Any, torch.Tensor]:
+        """The model's output and the (N, V) float32 logits, of the temperature, where ``predicts`` (B, T) is True."""
+        inputs, places = shared_prompts.inputs(sequences, attention_mask, predicts)
+        output = self.model(**inputs, logits_to_keep=places)
+        return output, output["logits"][0].float() / self.temperature
 
     def _plain_head(self) -> torch.nn.Linear | None:
         model: Any = getattr(self.model, "module", self.model)

@@ -1,8 +1,8 @@
-"""Has a Hugging Face model on DeepSpeed compute once what its packed rows have in common.
+"""Has a Hugging Face model on DeepSpeed compute once what its rows have in common.
 
-Upstream's models pack a micro-batch's rows into one, whose position ids begin again at 0. Their decoder is given the
-tree of these rows, and its hidden states are put where the rows' tokens are: heads, losses, adapters, recomputation
-and ZeRO see what they always do.
+:class:`PolicyModel` hands the decoder the tree of a micro-batch's rows, and its head the places that predict actions.
+Upstream's critic and reward model pack rows into one, whose position ids begin again at 0: their decoder is given the
+tree of these rows, and its hidden states are put where the rows' tokens are.
 """
 
 from typing import Any
@@ -38,6 +38,8 @@ def share(model: Any, last_tokens: bool = False) -> None:
         position_ids: torch.Tensor | None = None,
         **others: Any,
     ) -> Any:
+        if "tree" in others:
+            return compute(input_ids, attention_mask=attention_mask, position_ids=position_ids, **others)
         assert attention_mask is None and position_ids is not None and len(input_ids) == 1, "rows come packed"
         begins = (position_ids[0] == 0).nonzero()[:, 0].tolist()
         rows = input_ids[0].cpu().tensor_split(begins[1:])
@@ -48,6 +50,28 @@ def share(model: Any, last_tokens: bool = False) -> None:
         return output
 
     decoder.forward = forward
+
+
+def are_shared(model: Any) -> bool:
+    """Whether :func:`share` was called for ``model``, or for what DeepSpeed's engine or PEFT have wrapped."""
+    return getattr(getattr(model, "module", model).config, "_attn_implementation", None) == NAME
+
+
+def inputs(
+    sequences: torch.Tensor, attention_mask: torch.Tensor, predicts: torch.Tensor
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """What a shared model is called with for padded rows (B, T), and the (N,) places in its output where ``predicts``
+    (B, T) is True, row after row. What no prediction needs is left out."""
+    valid = attention_mask.bool()
+    ids, marks = sequences[valid].cpu(), predicts[valid].cpu()
+    ends = valid.sum(1).cumsum(0)[:-1].tolist()
+    rows, places = ids.tensor_split(ends), marks.tensor_split(ends)
+    needed = [int(mark.nonzero().max()) + 1 if mark.any() else 0 for mark in places]
+    tree = pack_tree(rows, needed)
+    tokens, positions, found = (
+        t.to(sequences.device) for t in (tree.tokens[None], tree.position_ids[None], tree.places[marks])
+    )
+    return {"input_ids": tokens, "attention_mask": None, "position_ids": positions, "tree": tree}, found
 
 
 def _attention(

@@ -31,6 +31,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.tensor_fragment import fragment_address
 from openrlhf.models import Actor
+from openrlhf.trainer.ray import launcher, ppo_actor
 from openrlhf.utils.deepspeed import DeepspeedStrategy
 from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
 from peft import PeftModel
@@ -57,6 +58,7 @@ from openrlhf_gtpo.platform.agreement import (
 from openrlhf_gtpo.platform.compile_lock import CompileLock
 from openrlhf_gtpo.platform.random_state import apply_random_state, random_state
 from openrlhf_gtpo.training.actors import adapters, shared_prompts
+from openrlhf_gtpo.training.actors.policy_model import PolicyModel
 from openrlhf_gtpo.training.checks.origin import ORIGIN
 from openrlhf_gtpo.training.checks.prompts import Prompts, blending_datasets
 from openrlhf_gtpo.training.checks.results import checkpoint_folders
@@ -108,6 +110,8 @@ class Strategy(DeepspeedStrategy):
             varlen_attention.register()
         if self._shares_prompts:
             shared_prompts.register()
+            # Also of a reference, and without entropies: upstream's makes logits of every row's prompt.
+            ppo_actor.Actor = launcher.Actor = PolicyModel
         # Left alone, gloo listens on the address of the host's name, on many hosts a loopback (torch 2.13.0,
         # ProcessGroupGloo::createDefaultDevice), and Megatron has gloo groups over all nodes. NCCL skips loopbacks.
         address = ray.util.get_node_ip_address()

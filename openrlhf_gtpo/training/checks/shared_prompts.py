@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from openrlhf_gtpo import platform
+from openrlhf_gtpo.platform import varlen_attention
+from openrlhf_gtpo.training import host
 from openrlhf_gtpo.training.checks.model import Model
 
 # Attentions that OpenRLHF's flag chooses by default, or that stand in for them; another was asked for on purpose.
@@ -14,6 +16,7 @@ _REPLACED = ("flash_attention_2", "sdpa", "varlen")
 FAMILIES = frozenset(
     {"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "olmo2", "olmo3", "smollm3"}
 )
+_DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
 _NAME = "shared_prompts"  # of the attention on DeepSpeed (actors/shared_prompts.py)
 
 
@@ -21,8 +24,10 @@ def decide(args: SimpleNamespace, models: Sequence[Model]) -> None:
     """Settle ``train.shares_prompts``, and on DeepSpeed the attention of all models; say which it is.
 
     Args:
-        models: that run on DeepSpeed, or the policy on Megatron.
+        models: of the run, the policy's first. On Megatron the others, which stay on DeepSpeed, do not share.
     """
+    if args.actor.backend == "megatron":
+        models = models[:1]
     why = next(_hindrances(args, models), None)
     args.train.shares_prompts = why is None
     if why is None:
@@ -40,14 +45,18 @@ def _hindrances(args: SimpleNamespace, models: Sequence[Model]) -> Iterator[str]
     if args.actor.backend == "megatron":
         if args.megatron.context_parallel_size > 1:
             yield "--megatron.context_parallel_size cuts rows into chunks"
+        if not host.is_installed("transformer-engine") and not _has_kernels():
+            yield "neither Transformer Engine nor flash-attn nor torch 2.11 is here"
     else:
         yield from _on_deepspeed(args)
     if args.ds.lora.rank and args.ds.lora.dropout:
         yield "--ds.lora.dropout drops other entries in each row"
     for model in models:
         yield from _of_model(model.config, str(model))
-        if args.actor.backend == "deepspeed" and getattr(model.config, "attention_dropout", 0):
-            yield f"{model} has dropout in its attention"
+        if args.actor.backend == "deepspeed" and any(getattr(model.config, name, 0) for name in _DROPOUTS):
+            yield f"{model} has dropout"
+        if args.actor.trust_remote_code and getattr(model.config, "auto_map", None):
+            yield f"{model} brings code of its own"
 
 
 def _on_deepspeed(args: SimpleNamespace) -> Iterator[str]:
@@ -58,12 +67,22 @@ def _on_deepspeed(args: SimpleNamespace) -> Iterator[str]:
         yield "--ds.ring_attn_size cuts rows into chunks"
     if ds.tensor_parallel_size > 1:
         yield "DeepSpeed's tensor parallelism replaces layers"
+    if ds.deepcompile:
+        yield "--ds.deepcompile compiles the whole forward pass"
     if ds.use_liger_kernel:
         yield "Liger's kernels replace layers"
     if args.actor.aux_loss_coef > 0:
         yield "the balancing loss of --actor.aux_loss_coef counts a row's tokens"
     if platform.chosen_platform() == "cuda" and ds.param_dtype not in ("bf16", "fp16"):
         yield f"--ds.param_dtype {ds.param_dtype} has no FlashAttention"
+    if not _has_kernels():
+        yield "neither flash-attn nor torch 2.11 is here"
+
+
+def _has_kernels() -> bool:
+    """Whether attention with more keys than queries has a kernel on this host; a CPU needs none."""
+    on_cuda = platform.chosen_platform() == "cuda"
+    return not on_cuda or host.is_installed("flash-attn") or varlen_attention.is_available()
 
 
 def _of_model(config: Any, name: str) -> Iterator[str]:

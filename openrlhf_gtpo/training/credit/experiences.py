@@ -81,6 +81,8 @@ class ExperienceMaker:
             TrainingStopped: a reward, log-prob or entropy is not finite, or too many tokens have no value.
         """
         started = time.perf_counter()
+        if self.args.train.shares_prompts:
+            share_routes(rows)
         batches = self.split(rows)
         values = self._run_models(batches, rows, own)
         forwarded = time.perf_counter()
@@ -119,7 +121,7 @@ class ExperienceMaker:
         replicas = processes // self._duplicates
         if self.args.train.shares_prompts and len(rows) >= replicas:
             lengths = [len(row.tokens) for row in rows]
-            prompts = [Prompt.of(torch.from_numpy(row.tokens), torch.from_numpy(row.mask)) for row in rows]
+            prompts = [_prompt_of(row) for row in rows]
             most = self.args.rollout.micro_batch_size * max(lengths)
             if self.args.train.dynamic_batch_enable:
                 most = self.args.rollout.max_tokens_per_gpu or self.args.train.max_tokens_per_gpu
@@ -237,3 +239,20 @@ class ExperienceMaker:
     def _results(self, refs: Any) -> list[Any]:
         """The results of a forward pass, one for each micro-batch."""
         return list(chain.from_iterable(ray.get(refs)[:: self._duplicates]))
+
+
+def share_routes(rows: Sequence[Row]) -> None:
+    """Have a prompt's tokens go, in each of its rows, where the first row's went: engines compute a prompt for each
+    response, and rounding may send a token elsewhere, with which nothing behind it could be shared."""
+    first: dict[Prompt, Row] = {}
+    for row in rows:
+        if row.routes is None:
+            continue
+        prompt = _prompt_of(row)
+        given = first.setdefault(prompt, row)
+        if given is not row and given.routes is not None:
+            row.routes = np.concatenate([given.routes[: prompt.length], row.routes[prompt.length :]])
+
+
+def _prompt_of(row: Row) -> Prompt:
+    return Prompt.of(torch.from_numpy(row.tokens), torch.from_numpy(row.mask))
