@@ -44,7 +44,7 @@ def put_back(monkeypatch: pytest.MonkeyPatch) -> None:
 def start_nothing(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin a run, which patches upstream and goes no further."""
     put_back(monkeypatch)
-    for module, name in ((run, "run"), (run.stop, "prepare"), (run.host, "start_ray")):
+    for module, name in ((run, "run"), (run.stop, "prepare"), (run.shared_prompts, "decide"), (run.host, "start_ray")):
         monkeypatch.setattr(module, name, lambda *values: None)
     run.train(arguments(*argv))
 

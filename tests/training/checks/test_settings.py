@@ -364,7 +364,8 @@ def test_the_engines_are_told_their_sizes(refused: Callable[..., str], monkeypat
         for one in name.split():
             monkeypatch.setattr(module, one, getattr(module, one))  # set to itself, so that it is restored at the end
 
-    def start_ray(*args: Any) -> None:
+    def start_ray(args: Any, gpus: int) -> None:
+        assert args.train.shares_prompts  # decided by whoever trains, as a supervised run's process checks nothing
         raise UsageError("as far as this test goes.")
 
     monkeypatch.setattr(host, "start_ray", start_ray)
