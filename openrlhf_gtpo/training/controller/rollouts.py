@@ -48,7 +48,8 @@ class Rollouts:
         self._changed = threading.Condition()
         self._lacks_engines = False
         self._failure: BaseException | None = None  # on the thread that samples
-        self._place: Any = None  # of the loader, before the rollout that is sampled ahead
+        # Before the rollout that is sampled ahead: the loader's state, the sampler's ``drawn`` and ``of_pass``.
+        self._place: tuple[Any, int, int] | None = None
 
     def begin(self, episodes: int) -> None:
         """``episodes`` follow, in which those begin that are ready."""
@@ -70,7 +71,8 @@ class Rollouts:
                 self._run.send_weights()
         rollout = self._ready.pop(0)
         if not self._ready and self._episodes > 0 and all(each.may_sample_ahead() for each in self._run.features):
-            self._place = self._run.prompts.state_dict()
+            sampler = self._run.sampler
+            self._place = (self._run.prompts.state_dict(), sampler.drawn, sampler.of_pass)
             self._begin_next()
         return rollout
 
@@ -87,6 +89,8 @@ class Rollouts:
         self._under_way, self._failure = None, under_way.exception()
         if self._failure is None:
             self._ready += under_way.result()
+        elif self._place is not None:  # its prompts are drawn again
+            _, self._run.sampler.drawn, self._run.sampler.of_pass = self._place
 
     @property
     def has_failed(self) -> bool:
@@ -144,8 +148,9 @@ class Rollouts:
         """For a checkpoint: what is sampled and not trained on, and the loader's place if it is another than now.
         Labels, which the rewards have read, are left out."""
         assert self._under_way is None, "engines sample"
-        if self.has_failed:  # its prompts are drawn again
-            return {LOADER: self._place}
+        if self.has_failed:
+            assert self._place is not None
+            return {LOADER: self._place[0]}
         packed = []
         for rollout in self._ready:
             numbers = {name: getattr(rollout, name) for name in _NUMBERS}

@@ -275,7 +275,8 @@ def test_with_no_engine_left_a_rollout_waits_for_weights(
 def test_a_rollout_that_fails_does_not_cost_the_step_before_it(
     flags: tuple[str, ...], fails: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It is logged and saved once it is trained, and a run that goes on from it samples that rollout again."""
+    """It is logged and saved once it is trained, and a run that goes on from it samples that rollout again: no row is
+    ahead, and those of the pass are the ones before it."""
     argv = (*flags, *AHEAD)
     whole, run = (Run(monkeypatch, tmp_path / name, 18, *argv) for name in ("whole", "fails"))
     whole.controller.fit()
@@ -298,6 +299,8 @@ def test_a_rollout_that_fails_does_not_cost_the_step_before_it(
     assert trained and trained == [row["step"] for row in run.metrics()]
     assert [*run.actors.saved] == [f"global_step{step}" for step in trained]
     states = run.actors.saved[f"global_step{trained[-1]}"]["client_states"]
+    assert states["origin"]["ahead"] == 0
+    assert states["origin"]["drawn"] == states["total_consumed_prompts"] % 18
     again = Run(monkeypatch, tmp_path / "again", 18, *argv, loaded=states)
     again.controller.fit()
     assert run.trained + again.trained == whole.trained
