@@ -9,6 +9,7 @@ from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.model_shape import ModelShape
 from openrlhf_gtpo.platform.files import existing_parent, free_bytes, gigabytes
 from openrlhf_gtpo.training.checks.model import Model
+from openrlhf_gtpo.training.settings.run import steps_in_flight
 
 # Bytes per parameter: the weight in bfloat16; the weight in float32 with Adam's two moments.
 _WEIGHT_BYTES = 2
@@ -72,7 +73,7 @@ def ahead_bytes(args: SimpleNamespace, model: Model) -> int:
     tokens; 0 if engines do not sample ahead."""
     if not args.train.async_enable:
         return 0
-    steps = 1 + args.train.max_staleness if args.train.partial_rollout_enable else 1
+    steps = steps_in_flight(args.train.max_staleness) if args.train.partial_rollout_enable else 1
     tokens = steps * args.rollout.batch_size * args.rollout.n_samples_per_prompt * args.data.max_len
     if not args.rollout.replays_routes:
         return tokens * _TOKEN_BYTES

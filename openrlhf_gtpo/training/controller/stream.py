@@ -27,6 +27,7 @@ from openrlhf_gtpo.training.controller.rollouts import IN_FLIGHT, Rollouts, stal
 from openrlhf_gtpo.training.rollout.groups import Groups, Parts
 from openrlhf_gtpo.training.rollout.packed import pack, pack_json, unpack, unpack_json
 from openrlhf_gtpo.training.rows import Request, Rollout, Row, ages
+from openrlhf_gtpo.training.settings.run import steps_in_flight
 
 if TYPE_CHECKING:
     from openrlhf_gtpo.training.controller.controller import Controller
@@ -56,7 +57,7 @@ class Stream(Rollouts):
     def __init__(self, run: "Controller", max_staleness: int) -> None:
         super().__init__(run, ahead=True)
         self._max_staleness = max_staleness
-        self._ahead = (max_staleness + 1) // 2  # steps whose prompts are in flight beside the next one's
+        self._ahead = steps_in_flight(max_staleness) - 1
         self._prompts: dict[int, _Prompt] = {}  # all that were drawn and not trained on, by number
         self._complete: list[_Prompt] = []  # those of them that have rows, in the order in which they came
         self._groups: Groups | None = None  # which engines were asked for; made at the beginning

@@ -29,6 +29,11 @@ def _imply(values: dict[str, Any], given: frozenset[str]) -> None:
             )
 
 
+def steps_in_flight(max_staleness: int) -> int:
+    """Steps whose prompts are in flight or ready, the next one's included, with ``--train.max_staleness``."""
+    return 1 + (max_staleness + 1) // 2
+
+
 def _fills_a_step(values: Values) -> bool:
     """Whether a rollout has the rows of one step, or others may join them."""
     prompts = values["rollout.batch_size"]

@@ -319,7 +319,9 @@ def test_rows_that_were_sampled_ahead_need_room_too(model, tmp_path, monkeypatch
     with pytest.raises(UsageError, match="one checkpoint of .* free some"):
         check_room(args, policy)
     args.train.partial_rollout_enable = True
-    assert ahead_bytes(args, policy) == 2 * 8 * 4 * 100 * a_token
+    for staleness, steps in ((0, 1), (4, 3), (1, 2)):
+        args.train.max_staleness = staleness
+        assert ahead_bytes(args, policy) == steps * 8 * 4 * 100 * a_token
     args.rollout.replays_routes = True
     for experts, size in ((128, 1), (300, 2)):
         policy.config = AutoConfig.for_model(**config | {"num_experts": experts})
