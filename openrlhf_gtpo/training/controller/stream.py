@@ -132,10 +132,11 @@ class Stream(Rollouts):
         """For a checkpoint: groups that are ready, prompts in flight, and counts for the next step."""
         in_flight = [prompt for prompt in self._prompts.values() if not prompt.rows]
         rows = [replace(row, label=None) for prompt in self._complete for row in prompt.rows]
-        prompts = [
-            (each.request.prompt, each.request.label, each.request.number, each.episode, each.version, len(each.rows))
-            for each in (*self._complete, *in_flight)
-        ]
+        prompts = []
+        for each in (*self._complete, *in_flight):
+            request = each.request
+            own = (request.prompt, request.label, request.number, each.episode, each.version, len(each.rows))
+            prompts.append((*own, request.variables))
         counts = [getattr(self._next, name) for name in _COUNTS]
         kept = {"rows": pack(rows), "prompts": pack_json(prompts), "drawing": self._drawing, "counts": counts}
         return {IN_FLIGHT: kept}
@@ -150,8 +151,11 @@ class Stream(Rollouts):
                 )
             return 0
         rows = iter(unpack(kept["rows"]))
-        for text, label, number, episode, version, count in unpack_json(kept["prompts"]):
-            prompt = _Prompt(self._run.sampler.request((text, label, None), number), episode, version)
+        for text, label, number, episode, version, count, *variables in unpack_json(kept["prompts"]):
+            request = self._run.sampler.request((text, label, None), number)
+            if variables:  # an earlier version's have none; the template may make another text of the row today
+                request = request._replace(variables=variables[0])
+            prompt = _Prompt(request, episode, version)
             prompt.rows = [next(rows) for _ in range(count)]
             self._prompts[number] = prompt
             if count:

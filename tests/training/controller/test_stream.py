@@ -24,7 +24,7 @@ from openrlhf_gtpo.report.metrics import read_runs
 from openrlhf_gtpo.training.controller.stream import Stream
 from openrlhf_gtpo.training.feature import ControllerFeature
 from openrlhf_gtpo.training.rollout import groups
-from openrlhf_gtpo.training.rollout.packed import unpack_json
+from openrlhf_gtpo.training.rollout.packed import pack_json, unpack_json
 from openrlhf_gtpo.training.rows import Dropped, Row
 from tests.support.controllers import controller, engine_handle, run_arguments
 from tests.training.controller import test_rollouts
@@ -242,6 +242,25 @@ def test_a_run_goes_on_from_any_checkpoint(
         assert sorted(found) == wanted, tag
         assert max(map(max, again.ages), default=0) <= 1
     assert in_flight > BATCH
+
+
+@pytest.mark.parametrize("is_old", [False, True], ids=["today's", "an earlier version's"])
+def test_what_is_asked_again_keeps_its_templates_variables(
+    is_old: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also where the data have another text for the row today, as with a template that writes the date."""
+    whole = Run(monkeypatch, tmp_path / "whole", 18)
+    whole.controller.prompts.dataset.variables = {str(row): {"tags": [row]} for row in range(18)}
+    whole.controller.fit()
+    states = whole.actors.saved["global_step1"]["client_states"]
+    kept = unpack_json(states["prompts_in_flight"]["prompts"])
+    if is_old:
+        states["prompts_in_flight"]["prompts"] = pack_json([entry[:6] for entry in kept])
+    again = Run(monkeypatch, tmp_path / "again", 18, loaded=states)
+    again.controller._load()
+    requests = [prompt.request for prompt in again.controller.rollouts._prompts.values()]
+    assert len(requests) == len(kept) > 0
+    assert all(each.variables == ({} if is_old else {"tags": [int(each.prompt)]}) for each in requests)
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 1), (4, 0), (0, 3)])
