@@ -137,7 +137,9 @@ class Stream(Rollouts):
             request = each.request
             own = (request.prompt, request.label, request.number, each.episode, each.version, len(each.rows))
             prompts.append((*own, request.variables))
-        counts = [getattr(self._next, name) for name in _COUNTS]
+        # If too many were dropped, a run that goes on may drop as many again: whatever failed may be mended by then.
+        seen = replace(self._next, dropped=0) if self.has_failed else self._next
+        counts = [getattr(seen, name) for name in _COUNTS]
         kept = {"rows": pack(rows), "prompts": pack_json(prompts), "drawing": self._drawing, "counts": counts}
         return {IN_FLIGHT: kept}
 
