@@ -387,9 +387,9 @@ class Controller:
     @torch.no_grad()
     def _evaluate(self) -> dict[str, float]:
         args = self.args
+        if not self.engines.serving:  # the last died while a step trained
+            self.send_weights()
         with self.rollouts.still():
-            if not self.engines.serving:  # the last died while a step trained
-                self.send_weights()
             self._show(names.EVALUATION)
             rows = self.sampler.evaluate(args.eval.temperature, args.eval.n_samples_per_prompt)
         sources = sources_of(self.held_out)

@@ -108,7 +108,8 @@ class Stream(Rollouts):
 
     @contextmanager
     def still(self) -> Iterator[None]:
-        """Within this block no prompt is drawn, and no engine asked for a response to train on."""
+        """Within this block no prompt is drawn, and no engine asked for a response to train on, before weights are
+        sent."""
         with self._changed:
             yield
             self._moved_at = time.monotonic()

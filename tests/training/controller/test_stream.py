@@ -5,8 +5,8 @@ token is older than it may be, and a run goes on from any of its checkpoints.
 import random
 import threading
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -457,6 +457,7 @@ def test_an_evaluation_finds_an_engine_if_the_last_one_died_before_it(
     run.engine.until = {13: 3}  # which is in flight after step 2
     control, sent, is_dead = run.controller, [], threading.Event()
     engines, save, call, is_ready = control.engines, control.save, Answer.__call__, Answer.is_ready
+    still, blocks = control.rollouts.still, []
 
     def answer(self: Answer) -> Any:
         if is_dead.is_set():
@@ -466,8 +467,16 @@ def test_an_evaluation_finds_an_engine_if_the_last_one_died_before_it(
     def bring_back(policy: Any) -> None:
         if not engines.serving:
             is_dead.clear()
+            assert len(blocks) == 1, "prompts are drawn within the evaluation's block"
             sent.append(control.step)
             engines.serving[:] = [run.engine.handle()]
+
+    @contextmanager
+    def counted() -> Iterator[None]:
+        with still():
+            blocks.append(1)
+            yield
+            blocks.pop()
 
     def saved() -> None:
         save()
@@ -480,6 +489,7 @@ def test_an_evaluation_finds_an_engine_if_the_last_one_died_before_it(
     monkeypatch.setattr(Answer, "__call__", answer)
     monkeypatch.setattr(Answer, "is_ready", lambda self: is_dead.is_set() or is_ready(self))
     engines.recover, engines.bring_back, control.save = lambda error: engines.serving.clear(), bring_back, saved
+    control.rollouts.still = counted
     control.fit()
     assert sent == [2] and sorted(number for step in run.trained for number in step) == list(range(32))
     [rows] = read_runs(run.args.logger.metrics_path)
