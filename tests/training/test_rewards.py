@@ -220,7 +220,7 @@ def test_a_limit_of_time_that_a_thread_cannot_have_is_named(tmp_path: Path, capf
     path = tmp_path / "swallowing.py"
     path.write_text(
         "import signal\n\n\ndef reward_func(queries, prompts, labels):\n    try:\n"
-        "        signal.signal(signal.SIGALRM, signal.SIG_DFL)\n        return {'rewards': 1.0}\n"
+        "        signal.signal(handler=signal.SIG_DFL, signalnum=signal.SIGALRM)\n        return {'rewards': 1.0}\n"
         "    except Exception:\n        return {'rewards': 0.0}\n"
     )
     reward = import_reward(str(path))

@@ -101,11 +101,11 @@ def import_file(file: str, flag: str, name: str) -> Callable[..., Any]:
 _signal, _named = signal.signal, set[str]()
 
 
-def _signal_or_note(number: Any, handler: Any) -> Any:
+def _signal_or_note(signalnum: Any, handler: Any) -> Any:
     """``signal.signal``, with a line if a thread calls it, where it raises: a reward that swallows this, as around
     Math-Verify with its limits of time, would score every response alike."""
     try:
-        return _signal(number, handler)
+        return _signal(signalnum, handler)
     except ValueError:
         if threading.current_thread() is not threading.main_thread():
             frames = traceback.extract_stack()[:-1]
