@@ -246,7 +246,7 @@ rollout_args=(
 if [[ -n "$ASYNC" ]]; then
     rollout_args+=(
         --train.async_enable
-        # Each token's weight is min(ratio, 5), a response's their mean.
+        # Each token's weight is min(ratio, 5), a response's their mean; gspo has none (docs/algorithms.md).
         --algo.advantage.is_correction_level token
         --algo.advantage.is_correction_mode clip
         --algo.advantage.is_correction_threshold 5
