@@ -100,6 +100,10 @@ def _megatron_to_hf(args: argparse.Namespace) -> None:
         model = Model(args.base, "--base")
         model.check_safetensors()
         model.check_weights()
+        from openrlhf_gtpo.lora.folder import without_comparison
+
+        if note := without_comparison(adapters):
+            print(f"{source} {note}", file=sys.stderr)
     elif not (source / SIDE_FILES / "config.json").is_file():
         raise ValueError(f"{source} has no configuration and tokenizer ({SIDE_FILES}/), which a model needs.")
     work = str(source.resolve()), str(args.destination.resolve()), manifest["dtype"], args.base

@@ -13,6 +13,7 @@ from torch import Tensor
 from openrlhf_gtpo.lora import LoraOptions
 
 ADAPTER = "adapter"  # the folder beside an exported model
+RECIPE = "tensors:"  # begins a fingerprint; says how it was made
 _SAMPLE = 2**20  # bytes
 _EXPERTS = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}  # the names of experts' matrices
 
@@ -35,6 +36,14 @@ def refusal(saved: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> s
     return found and f"cannot be continued: {found}; give the same flags and model, or start anew."
 
 
+def without_comparison(saved: Mapping[str, Any]) -> str | None:
+    """What to say of a checkpoint whose fingerprint of the base was made in another way, as before RECIPE, so that
+    :func:`refusal` does not compare it; ends a sentence that begins with the checkpoint. None if it does."""
+    if saved["base"].startswith(RECIPE):
+        return None
+    return "has an older fingerprint of its base, which is not compared; make sure that the model is the same."
+
+
 def _difference(saved: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> str | None:
     if saved is None or own is None:
         return None if saved == own else f"it has {'all weights' if saved is None else 'adapters alone'}"
@@ -42,7 +51,7 @@ def _difference(saved: Mapping[str, Any] | None, own: Mapping[str, Any] | None) 
         if name in own and saved[name] != own[name]:
             have, want = (" ".join(value) if name == "targets" else f"{value:g}" for value in (saved[name], own[name]))
             return f"it was written with --ds.lora.{flag} {have}, and this run has {want}"
-    if own.get("base", saved["base"]) != saved["base"]:
+    if "base" in own and own["base"] != saved["base"] and not without_comparison(saved):
         return "its adapters belong to other weights of the base model"
     return None
 
@@ -50,7 +59,7 @@ def _difference(saved: Mapping[str, Any] | None, own: Mapping[str, Any] | None) 
 def fingerprint(folder: Path) -> str:
     """What tells the weights in a model's ``folder`` from others: a hash of the tensors' names, types and shapes, and
     of a page of every 4 MiB of their values, wherever they lie. Of files that are no safetensors, a hash of their
-    sizes, beginnings and ends.
+    sizes, beginnings and ends. It begins with RECIPE.
 
     Raises:
         OSError, ValueError: a file that its index names cannot be read.
@@ -75,7 +84,7 @@ def fingerprint(folder: Path) -> str:
             for place in range(begin, end, 4 * _SAMPLE):
                 file.seek(start + place)
                 digest.update(file.read(min(4096, end - place)))
-    return digest.hexdigest()[:16]
+    return RECIPE + digest.hexdigest()[:16]
 
 
 def _weight_files(folder: Path) -> list[Path]:

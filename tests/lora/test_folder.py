@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from openrlhf_gtpo.lora import LoraOptions
-from openrlhf_gtpo.lora.folder import fingerprint, write_adapter
+from openrlhf_gtpo.lora.folder import fingerprint, refusal, without_comparison, write_adapter
 from tests.support.families import SHALLOW, make_checkpoint
 
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -61,6 +61,15 @@ def test_another_value_name_or_type_is_another_base(tmp_path: Path) -> None:
         save_file(version, tmp_path / "model.safetensors")
         found.append(fingerprint(tmp_path))
     assert len({*found}) == len(versions)
+
+
+def test_an_older_checkpoint_names_its_base_in_another_way(base: Path) -> None:
+    """Its rank, scale and targets are compared all the same."""
+    own = {"rank": 8, "alpha": 16, "targets": ["q_proj"], "base": fingerprint(base)}
+    older, other = own | {"base": "0123456789abcdef"}, own | {"base": own["base"][:-1] + "-"}
+    assert refusal(older, own) is None and "older fingerprint" in (without_comparison(older) or "")
+    assert "other weights" in (refusal(other, own) or "") and without_comparison(other) is None
+    assert "rank" in (refusal(older | {"rank": 4}, own) or "")
 
 
 def test_the_folder_names_its_base_wherever_it_is_read(

@@ -105,15 +105,27 @@ def test_a_small_learning_rate_is_named(
 
 
 def test_another_base_is_refused_before_anything_starts(
-    refused: Callable[..., str], command: dict[str, Any], tmp_path: Path  # noqa: F811
+    refused: Callable[..., str],
+    command: dict[str, Any],  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     from openrlhf_gtpo.checkpoints.folder import begin, publish, write_manifest
-    from openrlhf_gtpo.lora.folder import fingerprint
+    from openrlhf_gtpo.lora.folder import RECIPE, fingerprint
+    from openrlhf_gtpo.training.checks.model import Model
+    from openrlhf_gtpo.training.features.lora.check import check_lora
 
-    target = tmp_path / "checkpoints" / "_actor" / "global_step1"
-    temporary = begin(target, whole_folder=True)
+    folder, resume = tmp_path / "checkpoints" / "_actor", LORA | {"--ckpt.load_enable": True}
     own = {"rank": 8, "alpha": 16, "targets": ["q_proj"], "base": fingerprint(command["--actor.model_name_or_path"])}
-    write_manifest(temporary, {"lora": own | {"base": "another"}}, {})
-    publish(temporary, target)
-    resume = LORA | {"--ckpt.load_enable": True, "--ckpt.path": tmp_path / "checkpoints"}
+    resume |= {"--ckpt.path": folder.parent, "--ckpt.load_tag": "global_step1"}
+    for step, base in enumerate((f"{RECIPE}another", "0123456789abcdef"), 1):  # the second of an older version
+        temporary = begin(folder / f"global_step{step}", whole_folder=True)
+        write_manifest(temporary, {"lora": own | {"base": base}}, {})
+        publish(temporary, folder / f"global_step{step}")
     assert_names(refused(resume), "--ckpt.load_enable other weights of the base model")
+    for backend in ("deepspeed", "megatron"):
+        older = resume | {"--ckpt.load_tag": "global_step2", "--actor.backend": backend}
+        args = run.parse(argv_of(command | older))
+        capsys.readouterr()
+        check_lora(args, Model(args.actor.model_name_or_path, "--actor.model_name_or_path"))
+        assert "global_step2 has an older fingerprint of its base" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from openrlhf_gtpo.checkpoints.files import CheckpointError
 from openrlhf_gtpo.checkpoints.folder import MANIFEST, newest_whole, read_manifest
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.lora import ALL_LINEAR, LoraOptions
-from openrlhf_gtpo.lora.folder import fingerprint, refusal
+from openrlhf_gtpo.lora.folder import fingerprint, refusal, without_comparison
 from openrlhf_gtpo.training.checks.model import Model
 from openrlhf_gtpo.training.checks.settings import Rule, refuse
 
@@ -52,11 +52,14 @@ def _check_checkpoint(args: SimpleNamespace, model: Model) -> None:
             own["targets"] = sorted(lora.targets)
         if model.is_local:
             own["base"] = fingerprint(model.folder)
-        found = refusal(read_manifest(path).get("lora"), own)
+        saved = read_manifest(path).get("lora")
+        found = refusal(saved, own)
     except CheckpointError as error:
         raise UsageError(f"--ckpt.load_enable: {error}") from error
     if found:
         raise UsageError(f"--ckpt.load_enable: {path} {found}")
+    if saved and (note := without_comparison(saved)):
+        print(f"{path} {note}", file=sys.stderr)
 
 
 def _modules(args: SimpleNamespace, model: Model) -> Iterator[Rule]:
