@@ -184,9 +184,13 @@ def checked_flags(args: argparse.Namespace) -> dict[str, Any]:
     return flags
 
 
-def checked_inputs(flags: dict[str, Any], model: str) -> tuple[Any, Any, Callable[..., Any]]:
+def checked_inputs(flags: dict[str, Any], model: str, named: str | None = None) -> tuple[Any, Any, Callable[..., Any]]:
     """Return ``flags`` as OpenRLHF's nested arguments, the tokenizer of ``model``, and the reward function or the
-    agent, whose file is then among the arguments; UsageError if questions, reward or agent cannot be used."""
+    agent, whose file is then among the arguments; UsageError if questions, reward or agent cannot be used.
+
+    Args:
+        named: what the user gave, if ``model`` was fetched or converted from it.
+    """
     from openrlhf.utils.config import hierarchize
 
     from openrlhf_gtpo.training.checks.data import check_dataset
@@ -198,6 +202,11 @@ def checked_inputs(flags: dict[str, Any], model: str) -> tuple[Any, Any, Callabl
     checkpoint.check_weights()
     before, flags = flags, prompts.filled(flags, Path(model))
     file, trained_with = flags["reward.remote_url"], prompts.kept_prompts(Path(model)).get(prompts.AGENT)
+    if trained_with and not (file or flags[prompts.AGENT] or _is_own(trained_with, model, named or model)):
+        raise UsageError(
+            f"The model was trained with the agent {trained_with}, and its folder runs no code by itself; give "
+            f"--{prompts.AGENT} {trained_with} to play it, or a --reward.remote_url to ask once."
+        )
     agent = flags[prompts.AGENT] = flags[prompts.AGENT] or (None if file else trained_with)
     if file and agent:
         raise UsageError(f"With --{prompts.AGENT} no --reward.remote_url is read; leave one of them out.")
@@ -205,7 +214,7 @@ def checked_inputs(flags: dict[str, Any], model: str) -> tuple[Any, Any, Callabl
         raise UsageError(
             "Nothing grades an answer; give a --reward.remote_url, or an agent's --train.agent_func_path."
         )
-    if trained_with and agent != trained_with:
+    if trained_with and (not agent or os.path.abspath(agent) != os.path.abspath(trained_with)):
         how = f"with {agent}" if agent else f"without it, once; --{prompts.AGENT} {trained_with} plays it"
         print(f"The model was trained with the agent {trained_with}, and is asked {how}.", file=sys.stderr)
     if taken := [f"--{name} {value}" for name, value in flags.items() if value and not before[name]]:
@@ -229,6 +238,14 @@ def checked_inputs(flags: dict[str, Any], model: str) -> tuple[Any, Any, Callabl
     return run, checkpoint.tokenizer, executor
 
 
+def _is_own(agent: str, model: str, named: str) -> bool:
+    """Whether the agent's file that a model's folder names is one of this host's: a folder that came from elsewhere
+    must not choose what code is run, be it its own file, one of the working folder or, of the Hub's, any."""
+    folders = [Path(folder).resolve() for folder in (model, named)]
+    place = Path(agent).resolve()
+    return Path(named).is_dir() and os.path.isabs(agent) and not any(place.is_relative_to(each) for each in folders)
+
+
 def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> None:
     import torch
 
@@ -237,7 +254,7 @@ def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> 
     from openrlhf_gtpo.scoring.conversations import Conversations
 
     # One file of answers for each data set, beside the scores of an earlier call.
-    run, tokenizer, reward = checked_inputs(flags, model)
+    run, tokenizer, reward = checked_inputs(flags, model, args.model)
     agent = run.train.agent_func_path
     source = agent or flags["reward.remote_url"]
     variables: dict[str | None, Any] = {None: prompts.template_variables(run.data.chat_template_kwargs)}

@@ -148,6 +148,26 @@ class TurnsEngine(Engine):
         return results
 
 
+def test_a_models_folder_does_not_choose_what_code_is_run(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """An agent in the folder, there by a link, of the working folder, or of a model that was fetched."""
+    model, own = shutil.copytree(place / "model", tmp_path / "model"), tmp_path / "own.py"
+    for file in (own, model / "evil.py"):
+        file.write_text("open('ran', 'w')\nraise SystemExit\n")
+    (tmp_path / "link.py").symlink_to(model / "evil.py")
+    monkeypatch.chdir(tmp_path)
+    kept = NONE | {"data.apply_chat_template": True, "data.input_template": None, "rollout.temperature": 1.0}
+    flags = {"model": model, "eval.dataset": place / "task" / "eval.jsonl", "data.label_key": "label"}
+    words = command(tmp_path, "one", **flags)
+    del words[words.index("--reward.remote_url") : words.index("--reward.remote_url") + 2]
+    for agent in (model / "evil.py", tmp_path / "link.py", "own.py"):
+        (model / "prompts.json").write_text(json.dumps(kept | {"train.agent_func_path": str(agent)}))
+        assert evaluate.main(words) == 2
+        assert f"give --train.agent_func_path {agent} to play it" in capsys.readouterr().err
+    assert not evaluate._is_own(str(own), str(model), "somebody/model") and not (tmp_path / "ran").exists()
+
+
 def test_an_agent_is_played_as_in_training(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

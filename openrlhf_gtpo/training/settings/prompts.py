@@ -112,6 +112,8 @@ def kept_prompts(folder: Path) -> dict[str, Any]:
         kept = json.loads(path.read_text("utf-8"))
         found = {flag: kept[flag] for flag in _KEPT} | {AGENT: kept.get(AGENT)}
         template_variables(found["data.chat_template_kwargs"])
+        if not isinstance(found[AGENT], str | None):
+            raise TypeError(f"{AGENT} is no path")
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UsageError(
             f"{path} cannot be read ({error}); remove it, and say with flags how prompts are made."
