@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from openrlhf_gtpo.megatron.model.policy import ModelOptions
 from openrlhf_gtpo.megatron.parallel import groups
+from openrlhf_gtpo.report import names
 from openrlhf_gtpo.training.actors import megatron_actor
 from openrlhf_gtpo.training.settings.prompts import kept_prompts
 from tests.support.actor_program import run_actor, start_actor
@@ -75,8 +76,8 @@ def test_training_is_that_of_upstreams_actor(
             torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=0, atol=0.15)
         for phase in ("first", "second"):
             assert set(rank[phase]) == set(exact[phase])
-            for metric, value in exact[phase].items():
-                assert rank[phase][metric] == pytest.approx(value, rel=0.03, abs=0.01), (phase, metric)
+            for metric in exact[phase].keys() - {names.TOKENS_COMPUTED}:  # here without padding
+                assert rank[phase][metric] == pytest.approx(exact[phase][metric], rel=0.03, abs=0.01), (phase, metric)
 
 
 def test_the_trainer_rests_while_engines_work(
