@@ -61,7 +61,7 @@ MAY_KNOW = {
     "tools/launch": set(),
     "tools/experiment": {"platform", "report", "tools/launch"},
     "cli": {"training", "scoring", "platform", "report", "tasks", "algorithms", "lm_head", "megatron"}
-    | {"checkpoints", "tools/planner", "tools/launch", "tools/view", "tools/experiment", "tools/doctor"},
+    | {"checkpoints", "lora", "tools/planner", "tools/launch", "tools/view", "tools/experiment", "tools/doctor"},
 }
 MAY_NAME_OPENRLHF = {"training", "scoring", "cli"}
 
