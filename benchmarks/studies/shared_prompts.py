@@ -87,7 +87,7 @@ class OnTransformers:
         if shares:
             prompts = [Prompt.of(*row) for row in rows]
             parts = fill_micro_batches(lengths, micro * max(lengths), prompts)
-            self.computed = sum(computed_tokens([lengths[i] for i in p], [prompts[i] for i in p]) for p in parts)
+            self.computed = sum(computed_tokens(lengths, prompts, part) for part in parts)
         self.batches = [_padded([rows[i] for i in part]) for part in parts]
 
     @torch.no_grad()
@@ -111,9 +111,7 @@ class OnMegatron:
         lengths = [len(row[0]) for row in rows]
         prompts = [Prompt.of(*row) for row in rows] if shares else None
         parts = fill_micro_batches(lengths, micro * max(lengths), prompts)
-        self.computed = sum(
-            computed_tokens([lengths[i] for i in p], prompts and [prompts[i] for i in p]) for p in parts
-        )
+        self.computed = sum(computed_tokens(lengths, prompts, part) for part in parts)
         self.batches: list[MicroBatch] = [[rows[i] for i in part] for part in parts]
 
     def forward(self) -> None:

@@ -1,6 +1,6 @@
 """How many tokens rows take if what comes before their actions is computed once, and how to cut them into runs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -19,11 +19,19 @@ class Prompt(NamedTuple):
         return cls(ids[:length].numpy().tobytes(), length)
 
 
-def computed_tokens(lengths: Sequence[int], prompts: Sequence[Prompt] | None) -> int:
-    """Tokens of rows of ``lengths`` in one micro-batch, in which each of their ``prompts`` is computed once."""
+def computed_tokens(
+    lengths: Sequence[int], prompts: Sequence[Prompt] | None, rows: Iterable[int] | None = None
+) -> int:
+    """Tokens of rows of ``lengths`` in one micro-batch, in which each of their ``prompts`` is computed once.
+
+    Args:
+        rows: which of them are in it; None for all.
+    """
+    members = range(len(lengths)) if rows is None else list(rows)
     if prompts is None:
-        return sum(lengths)
-    return sum(lengths) - sum(prompt.length for prompt in prompts) + sum(prompt.length for prompt in set(prompts))
+        return sum(lengths[row] for row in members)
+    own = sum(lengths[row] - prompts[row].length for row in members)
+    return own + sum(prompt.length for prompt in {prompts[row] for row in members})
 
 
 def cut_evenly(lengths: Sequence[int], prompts: Sequence[Prompt], max_tokens: int, multiple: int) -> list[range]:
@@ -45,7 +53,7 @@ def cut_evenly(lengths: Sequence[int], prompts: Sequence[Prompt], max_tokens: in
         return [*runs, range(begin, len(lengths))]
 
     def tokens_of(run: range) -> int:
-        return computed_tokens([lengths[row] for row in run], [prompts[row] for row in run])
+        return computed_tokens(lengths, prompts, run)
 
     wanted = -(-len(cut(max_tokens)) // multiple) * multiple
     low, high = 0, max_tokens  # the smallest limit with which there are no more runs than wanted

@@ -140,7 +140,7 @@ def test_values_and_gradients_are_those_of_rows_one_by_one(family: str, monkeypa
     alone = PolicyModel(causal_lm(family))
     alone.packing_samples = False
     together = PolicyModel(causal_lm(family))
-    together.packing_samples = True  # which is not asked
+    together.packing_samples = True
     together.model.set_attn_implementation(shared_prompts.NAME)
     shared_prompts.share(together.model)
     for name, rows in CASES.items():

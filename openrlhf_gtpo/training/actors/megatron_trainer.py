@@ -113,9 +113,7 @@ class _StepLoss:
         prompts = [Prompt.of(*row[:2]) for row in tokens_of] if args.train.shares_prompts else None
         lengths = [len(row[0]) for row in tokens_of]
         members = fill_micro_batches(lengths, budget, prompts)
-        self.computed = sum(
-            computed_tokens([lengths[i] for i in part], prompts and [prompts[i] for i in part]) for part in members
-        )
+        self.computed = sum(computed_tokens(lengths, prompts, part) for part in members)
         self.of_rows = sum(lengths)
         self.micro_batches = [[tokens_of[i] for i in part] for part in members]
         self.experiences = [make_experience_batch([rows[i] for i in part], True) for part in members]

@@ -51,7 +51,7 @@ def fill_micro_batches(
                     tokens = prompt.length
                 together[-1].append(row)
                 tokens += own
-    sizes = [computed_tokens([lengths[r] for r in rows], prompts and [prompts[r] for r in rows]) for rows in together]
+    sizes = [computed_tokens(lengths, prompts, rows) for rows in together]
     # Those that fill a micro-batch, and partitions of the others.
     full = [rows for rows, size in zip(together, sizes) if size > max_tokens]
     together = [rows for rows, size in zip(together, sizes) if size <= max_tokens]

@@ -88,7 +88,7 @@ def deal_rows(
     dealt = [chunk.copy() for chunk in chunks]
 
     def tokens_of(rows: list[int]) -> int:
-        return computed_tokens([lengths[row] for row in rows], prompts and [prompts[row] for row in rows])
+        return computed_tokens(lengths, prompts, rows)
 
     for places in zip(
         *(np.array_split(permuted, steps) for permuted in shuffled), strict=True
