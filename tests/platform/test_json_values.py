@@ -27,7 +27,7 @@ WHEN = datetime(2024, 2, 29, 1, 2, 3, 4)
         timedelta(days=-1, microseconds=7),
         Decimal("1.10"),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_values_come_back_as_they_are(value: Any) -> None:
     again = from_json(to_json(value))
