@@ -57,7 +57,6 @@ _QUEUES = {
     "tests/e2e/test_stop.py": "runs 1",
     "tests/e2e/test_quickstart.py": "runs 1",
     "tests/weight_sync/test_vllm_sync.py": "runs 1",
-    "tests/benchmarks/test_actor.py": "runs 1",
     "tests/megatron/": "ranks",
     "tests/training/test_optimizer_steps.py": "ranks",
     "tests/training/test_checkpoint_files.py": "ranks",
