@@ -4,7 +4,7 @@ import importlib.metadata
 import importlib.util
 import subprocess
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 
@@ -20,83 +20,6 @@ def healthcheck() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def test_a_lock_is_read_by_name_and_version(healthcheck: ModuleType) -> None:
-    assert healthcheck.locked_versions("# why\n\ntorch==2.13.0+cpu\nray==2.55.0\n") == {
-        "torch": "2.13.0+cpu",
-        "ray": "2.55.0",
-    }
-
-
-def test_versions_that_differ_or_are_missing_are_named(healthcheck: ModuleType, monkeypatch) -> None:
-    installed = {"torch": "2.13.0+cu130", "ray": "2.54.0", "vllm": "0.29.0"}
-
-    def version(name: str) -> str:
-        if name not in installed:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return installed[name]
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    locked = {"torch": "2.13.0", "ray": "2.55.0", "vllm": "0.29.0", "flash-attn": "2.8.3"}
-    assert list(healthcheck.version_problems(locked, "cuda.lock")) == [
-        "ray 2.54.0 is installed; cuda.lock has 2.55.0.",
-        "flash-attn is not installed; cuda.lock has 2.8.3.",
-    ]
-    assert list(healthcheck.version_problems({"torch": "2.13.0+cpu"}, "cpu.lock")) == [
-        "torch 2.13.0+cu130 is installed; cpu.lock has 2.13.0+cpu."
-    ]
-
-
-def test_kernels_that_are_left_out_are_said_and_not_missed(
-    healthcheck: ModuleType, tmp_path, monkeypatch, capsys
-) -> None:
-    """Others that the lock has are missed, and what was compiled must import."""
-    lock = tmp_path / "requirements" / "cuda.lock"
-    lock.parent.mkdir()
-    lock.write_text("flash-attn==2.8.3\ntransformer-engine==2.11.0\ntransformer-engine-torch==2.11.0\nray==2.55.0\n")
-    versions = {"transformer-engine": "2.11.0", "transformer-engine-torch": "2.11.0", "ray": "2.55.0"}
-
-    def version(name: str) -> str:
-        if name not in versions:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return versions[name]
-
-    imported: list[str] = []
-    torch = ModuleType("torch")
-    vars(torch).update(version=SimpleNamespace(cuda="13.0"), __version__="2.13.0")
-    vars(torch).update(cuda=SimpleNamespace(device_count=lambda: 1))
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    monkeypatch.setattr(healthcheck, "ROOT", tmp_path)
-    monkeypatch.setattr(healthcheck, "import_problems", lambda names: imported.extend(names) or ())
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setenv("OPENRLHF_GTPO_PLATFORM", "cuda")
-    assert healthcheck.main(["--packages-only"]) == 0
-    assert "healthy: 3 packages of cuda.lock (without flash-attn)" in capsys.readouterr().out
-    assert "transformer_engine_torch" in imported and "flash_attn" not in imported
-    del versions["ray"]
-    assert healthcheck.main(["--packages-only"]) == 1
-    assert capsys.readouterr().err == "unhealthy: ray is not installed; cuda.lock has 2.55.0.\n"
-
-
-def test_whatever_an_import_raises_is_one_line(healthcheck: ModuleType, tmp_path, monkeypatch, capfd) -> None:
-    (tmp_path / "broken_extension.py").write_text("print('noise')\nraise OSError('undefined symbol:\\n  _ZN2at')\n")
-    (tmp_path / "leaves_python.py").write_text("import sys\nsys.exit('no driver')\n")
-    (tmp_path / "talks_much.py").write_text("import sys\nprint('noise', file=sys.stderr)\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert list(healthcheck.import_problems(["broken_extension", "leaves_python", "talks_much", "not_there"])) == [
-        "import broken_extension raises OSError: undefined symbol: _ZN2at",
-        "import leaves_python raises SystemExit: no driver",
-        "import not_there raises ModuleNotFoundError: No module named 'not_there'",
-    ]
-    assert capfd.readouterr() == ("", "")
-
-
-def test_every_module_of_the_project_is_looked_at(healthcheck: ModuleType) -> None:
-    modules = healthcheck.project_modules(ROOT / "openrlhf_gtpo")
-    assert {"openrlhf_gtpo", "openrlhf_gtpo.cli.train_ppo_ray", "openrlhf_gtpo.megatron.train.trainer"} <= set(modules)
-    assert len(modules) == len(list((ROOT / "openrlhf_gtpo").rglob("*.py")))
 
 
 def cpu_environment() -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from openrlhf_gtpo.cli import benchmark
-from tests.support.launcher_runs import SCRIPTS, resolved, run_script
+from tests.support.launcher_runs import resolved
 
 
 def _asked(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -28,16 +28,6 @@ def test_a_preset_is_measured_with_its_own_flags(preset: str, monkeypatch: pytes
     assert (args.steps, args.warmup, args.repeat) == (3, 1, 3)
 
 
-@pytest.mark.parametrize("measured", ["planned.sh", "train_gtpo_split.sh"])
-def test_a_script_is_measured_too(measured: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A script that sources train.sh, as the planner's do, and the name of a launcher from version 0.1."""
-    (tmp_path / "planned.sh").write_text(f'source {SCRIPTS}/train.sh gtpo_split "$@"\n')
-    script = str(tmp_path / measured) if (tmp_path / measured).exists() else measured
-    own = resolved("train.sh", "gtpo_split", OUTPUT="/tmp/out")
-    args = _asked(resolved("benchmark_train.sh", MEASURE=script, OUTPUT="/tmp/out"), monkeypatch)
-    assert args.trainer_flags == own[own.index("openrlhf_gtpo.cli.train_ppo_ray") + 1 :]
-
-
 def test_configurations_and_places_reach_the_benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     compare = "bf16=;fp8=--megatron.fp8 e4m3 --megatron.override 'a b=1'\n tp8=--x 8"
     variables = {"COMPARE": compare, "OUTPUT": str(tmp_path / "out"), "STEPS": "2", "REPEAT": "5", "WARMUP": "0"}
@@ -49,31 +39,3 @@ def test_configurations_and_places_reach_the_benchmark(monkeypatch: pytest.Monke
     assert (args.output, args.png) == (tmp_path / "out" / "train.json", tmp_path / "out" / "train.png")
     assert args.runs.parent == tmp_path / "out" and not args.runs.parent.exists()
     assert "--data.max_samples" not in args.trainer_flags, "the benchmark ends the run, not its data"
-
-
-def test_a_run_without_a_gpu_has_data_for_all_of_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = _asked(resolved("benchmark_train.sh", "--cpu", STEPS="2", WARMUP="3", MEASURE="gtpo_split"), monkeypatch)
-    flags = args.trainer_flags
-    samples, prompts = (int(flags[flags.index(f) + 1]) for f in ("--data.max_samples", "--rollout.batch_size"))
-    assert samples == 5 * prompts
-
-
-@pytest.mark.parametrize(
-    ("flags", "environment", "message"),
-    [
-        (["--steps", "3"], {}, "unknown flag --steps"),
-        (["--submit"], {}, "--submit needs the address"),
-        ([], {"REPEAT": "many"}, "REPEAT is 'many'; it must be a number."),
-        ([], {"MEASURE": "train_nothing.sh"}, "MEASURE is 'train_nothing.sh'; it must be a preset or a script: dapo_"),
-        ([], {"TENSOR_PARALLEL": "two"}, "TENSOR_PARALLEL is 'two'; it must be a number from 1 to 999999999."),
-    ],
-)
-def test_a_mistake_is_one_sentence(flags: list[str], environment: dict[str, str], message: str) -> None:
-    done = run_script("benchmark_train.sh", *flags, **environment)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("benchmark_train: ") and message in done.stderr and done.stderr.count("\n") == 1
-
-
-def test_help_is_the_header() -> None:
-    done = run_script("benchmark_train.sh", "--help")
-    assert done.returncode == 0 and "COMPARE=" in done.stdout and "set -e" not in done.stdout

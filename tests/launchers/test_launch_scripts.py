@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -20,7 +19,7 @@ from openrlhf_gtpo.tools.planner.assumptions import Assumptions
 from openrlhf_gtpo.training import host, run
 from openrlhf_gtpo.training.settings import upstream_parser
 from openrlhf_gtpo.training.settings.megatron_flags import fp8_of, layout_of
-from tests.support.launcher_runs import PRESETS, ROOT, SCRIPTS, resolved, run_script
+from tests.support.launcher_runs import PRESETS, ROOT, resolved, run_script
 
 PAPER = {"gtpo": ("gtpo", {"alpha1": 1.0, "alpha2": 0.1}), "grpo_s": ("grpo_s", {"beta1": 1.0, "beta2": 0.1})}
 
@@ -31,31 +30,6 @@ def _arguments(preset: str, *flags: str, **environment: str) -> SimpleNamespace:
 
 
 _parsed = functools.cache(_arguments)  # for tests that only read them
-
-
-def test_there_are_the_presets_that_the_documents_name() -> None:
-    gtpo = ["gtpo_32b", "gtpo_32b_async", "gtpo_7b_lora", "gtpo_async", "gtpo_colocated", "gtpo_guided_split"]
-    gtpo += ["gtpo_one_gpu", "gtpo_split"]
-    assert PRESETS == ["dapo_colocated", "grpo_colocated", "grpo_s_colocated", "grpo_s_split", *gtpo]
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_is_a_comment_and_assignments_that_the_environment_overrides(preset: str) -> None:
-    known = set(re.findall(r"^([A-Z0-9_]+)=", (SCRIPTS / "train.sh").read_text(), re.MULTILINE))
-    lines = (SCRIPTS / "presets" / f"{preset}.sh").read_text().splitlines()
-    code = [line for line in lines if not line.startswith("#")]
-    assert code
-    for line in code:
-        assigned = re.fullmatch(r'([A-Z0-9_]+)="\$\{\1:?-[^"{}]+\}"( # .*)?', line)
-        assert assigned is not None and assigned[1] in known, line
-
-
-def test_the_names_of_the_last_release_are_links() -> None:
-    links = [path for path in SCRIPTS.glob("train_*.sh") if path.is_symlink()]
-    then = [preset for preset in PRESETS if not preset.endswith(("_async", "_lora"))]
-    assert sorted(link.name for link in links) == [f"train_{preset}.sh" for preset in then]
-    assert {link.readlink() for link in links} == {Path("train.sh")}
-    assert resolved("train_gtpo_32b.sh", "--cpu") == resolved("train.sh", "gtpo_32b", "--cpu")
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -93,28 +67,6 @@ def test_every_layout_fits_the_gpus_that_it_asks_for(preset: str, flags: tuple[s
     assert (args.rollout.batch_size * args.rollout.n_samples_per_prompt) % args.train.batch_size == 0
 
 
-def test_the_32b_preset_is_the_papers_cluster() -> None:
-    args = _parsed("gtpo_32b")
-    layout = layout_of(args)
-    assert (args.actor.num_nodes, args.actor.num_gpus_per_node, layout.tensor_model_parallel_size) == (4, 8, 8)
-    fp8 = fp8_of(args)
-    assert fp8 is not None and (fp8.mode, fp8.recipe) == ("hybrid", "blockwise")
-    assert args.megatron.fp8_audit_steps == 20
-
-
-def test_the_guided_preset_is_gtpo_split_with_a_guide() -> None:
-    guided, alone = _parsed("gtpo_guided_split"), _parsed("gtpo_split")
-    assert (guided.actor.model_name_or_path, guided.algo.guide.model_name_or_path) == (
-        "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-32B"
-    )  # fmt: skip
-    guide = guided.algo.guide
-    assert (guide.fraction, guide.steps, guide.rescue_batch, guide.tensor_parallel_size) == (0.25, 100, 32, 2)
-    rescues = vars(alone.rollout) | {"joined_by": "--algo.guide.rescue_batch"}
-    assert guided.actor == alone.actor and guided.megatron == alone.megatron and vars(guided.rollout) == rescues
-    assert _parsed("gtpo_guided_split", "--cpu").algo.guide.rescue_batch == 2
-    assert _arguments("gtpo_guided_split", GUIDE="").algo.guide.model_name_or_path is None
-
-
 @pytest.mark.parametrize(
     "algorithm",
     ["gtpo", "grpo_s", "grpo", "dapo", "gspo", "dr_grpo", "rloo", "forking_tokens", "entropy_bonus"],
@@ -138,13 +90,6 @@ def test_so_is_a_surrogate_with_its_own_clip_range(algorithm: str) -> None:
         assert actor.policy_loss_type == name
         if hasattr(kind.config, "clip_low"):
             assert actor.eps_clip_low_high == [kind.config.clip_low, kind.config.clip_high]
-
-
-@pytest.mark.parametrize("preset", ["grpo_s_colocated", "grpo_s_split", "grpo_colocated", "dapo_colocated"])
-def test_a_preset_of_another_algorithm_is_that_one_word(preset: str) -> None:
-    algorithm, placement = preset.rsplit("_", 1)
-    named = resolved("train.sh", preset, OUTPUT="/tmp/run")
-    assert named == resolved("train.sh", f"gtpo_{placement}", ALGORITHM=algorithm, OUTPUT="/tmp/run")
 
 
 @pytest.mark.parametrize(
@@ -198,59 +143,6 @@ def test_what_a_cluster_runs_has_absolute_paths(tmp_path: Path) -> None:
     assert Path(command[command.index("--reward.remote_url") + 1]).is_file()
 
 
-@pytest.mark.parametrize(
-    "flags, environment, message",
-    [
-        (["--dryrun"], {}, "unknown flag --dryrun; known: --cpu --dry-run"),
-        (["--submit"], {}, "--submit needs the address"),
-        ([], {"ALGORITHM": "ppo"}, "ALGORITHM is 'ppo'; it must be gtpo, grpo_s, grpo,"),
-        (
-            [],
-            {"SURROGATE": "ppo"},
-            "SURROGATE is 'ppo'; it must be cispo, sapo, gmpo, gspo_token, clip_cov, kl_cov, stare, hapo or",
-        ),
-        ([], {"PLACEMENT": "both"}, "PLACEMENT is 'both'; it must be colocated or split."),
-        ([], {"FP8": "yes"}, "FP8 is 'yes'; it must be hybrid or e4m3, or empty for BF16."),
-        ([], {"TENSOR_PARALLEL": "two"}, "TENSOR_PARALLEL is 'two'; it must be a number from 1 to 999999999."),
-        ([], {"STEPS": "0"}, "STEPS is '0'"),
-        ([], {"SAVE_STEPS": "often"}, "SAVE_STEPS is 'often'"),
-        (
-            [],
-            {"DATA": "missing.jsonl"},
-            "DATA=missing.jsonl does not exist; bash examples/scripts/train.sh --help says how to make it.",
-        ),
-        ([], {"DATA": "hub/data", "EVAL_DATA": "held_out.jsonl"}, "EVAL_DATA=held_out.jsonl does not exist"),
-        ([], {"DATA": "hub/data", "OUTPUT": "/proc/none"}, "OUTPUT=/proc/none cannot be made."),
-        ([], {"FP8": "hybrid", "FP8_PARAM": "0"}, "FP8_PARAM is '0'; it must be 1 or empty."),
-        ([], {"FP8_RECIPE": "delayed"}, "FP8_RECIPE and FP8_PARAM need FP8"),
-        ([], {"FP8_AUDIT_STEPS": "8"}, "it needs FP8, such as FP8=hybrid"),
-        ([], {"FP8": "hybrid", "FP8_AUDIT_STEPS": "8", "ALGORITHM": "dapo"}, "FP8_AUDIT_STEPS=8 compares"),
-        ([], {"RESCUE_BATCH": "8"}, "and RESCUE_BATCH need GUIDE"),
-        (["--cpu"], {"GUIDE": "a/guide", "RESCUE_BATCH": "a"}, "RESCUE_BATCH is 'a'; it must be a number from 0 to"),
-    ],
-)
-def test_a_mistake_is_one_sentence(flags: list[str], environment: dict[str, str], message: str) -> None:
-    done = run_script("train.sh", "gtpo_colocated", *flags, **environment)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("train_gtpo_colocated: ") and message in done.stderr and done.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize(("words", "got"), [([], ""), (["gtpo"], "gtpo"), (["--cpu"], "")], ids=str)
-def test_without_a_preset_their_names_are_told(words: list[str], got: str) -> None:
-    done = run_script("train.sh", *words)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == f"train: expected the name of a preset, one of: {' '.join(PRESETS)}; got '{got}'.\n"
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_help_is_the_presets_comment_and_the_scripts(preset: str) -> None:
-    done = run_script("train.sh", preset, "--help")
-    assert done.returncode == 0 and "Paper:" in done.stdout and "Techniques:" in done.stdout
-    assert "set -e" not in done.stdout and "shellcheck" not in done.stdout
-    assert f"examples/scripts/train.sh {preset}" in done.stdout and "--dry-run" in done.stdout
-    assert done.stdout.endswith(run_script("train.sh", "--help").stdout)
-
-
 @pytest.mark.parametrize("placement", ["colocated", "split"])
 def test_the_planners_script_is_one_of_them(placement: str, tmp_path: Path) -> None:
     path = tmp_path / "planned.sh"
@@ -286,17 +178,6 @@ def test_flags_of_the_trainer_win_over_the_plan_s(tmp_path: Path) -> None:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
         given = shlex.split(done.stdout.replace("\\\n", " "))
         assert run.parse(given[given.index("openrlhf_gtpo.cli.train_ppo_ray") + 1 :]).rollout.entropy == entropy
-
-
-@pytest.mark.parametrize(
-    "words", ["train.sh gtpo_split --dry-run", "benchmark_train.sh --dry-run", "quickstart.sh --help"]
-)
-def test_where_cd_looks_for_folders_does_not_matter(words: str) -> None:
-    script, *flags = words.split()
-    environment = {"PATH": os.environ["PATH"], "CDPATH": "."}
-    command = ["bash", f"examples/scripts/{script}", *flags]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and "No such file" not in done.stderr
 
 
 # Ray's command, as far as the words of a job go, and a Python that prints its own.
@@ -387,56 +268,3 @@ def test_the_quickstart_takes_turns_on_one_gpu(tmp_path: Path, backend: str) -> 
     assert sorted(command) == sorted([*on_cpu, *own])
     args = upstream_parser.parse(command[2:])
     assert args.train.colocate_all and args.vllm.enable_sleep and sum(host.gpus_of(args)) == 1
-
-
-def test_the_quickstart_takes_an_active_environment_that_fits(tmp_path: Path) -> None:
-    _, done = quickstart_on_gpu(tmp_path, **{"BASH_FUNC_python3%%": '() { [[ "$1" == -c ]] || printf "%s\n" "$*"; }'})
-    assert "sourced" not in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            ["--backend", "megatron", "--tensor-parallel", "3"],
-            "--gpu runs on one GPU; leave --tensor-parallel, --pipeline-parallel",
-        ),
-        ([], "--gpu needs an NVIDIA GPU, and nvidia-smi finds none; leave it out"),
-    ],
-)
-def test_a_gpu_that_is_not_there_is_noticed_before_anything_is_fetched(
-    flags: list[str], message: str, tmp_path: Path
-) -> None:
-    missing = {"BASH_FUNC_nvidia-smi%%": "() { return 9; }"}
-    done = run_script("quickstart.sh", "--gpu", *flags, "--output", str(tmp_path), **ONLY_PRINTED | missing)
-    assert done.returncode == 2 and done.stderr.startswith(f"quickstart: {message}") and not done.stdout
-
-
-def test_what_the_quickstart_says_to_run_next_can_be_pasted(tmp_path: Path) -> None:
-    output = tmp_path / "my run"
-    done = run_script("quickstart.sh", "--output", str(output), **ONLY_PRINTED)
-    ask, view = (shlex.split(line) for line in done.stdout.splitlines() if line.startswith("  python3 -m "))
-    assert ask[2:] == ["openrlhf_gtpo.cli.ask", f"{output}/model", "What is 3 * 4?"]
-    assert view[2:] == ["openrlhf_gtpo.cli.view", str(output), "--output", f"{output}/view.html"]
-
-
-def test_a_cpu_run_of_a_preset_is_watched_and_its_noise_goes_to_the_log(tmp_path: Path) -> None:
-    data = tmp_path / "data" / "16-prompts" / "train.jsonl"
-    data.parent.mkdir(parents=True)
-    for file in (data, data.with_name("eval.jsonl")):
-        file.touch()
-    done = run_script("train.sh", "gtpo_split", "--cpu", OUTPUT=str(tmp_path), STEPS="2", **ONLY_PRINTED)
-    assert done.returncode == 0, done.stderr
-    assert "--actor.backend megatron" in (tmp_path / "train.log").read_text()
-    assert "--actor.backend" not in done.stdout + done.stderr
-    assert f"report watch {tmp_path}/metrics.jsonl --steps 2 --pid" in done.stdout
-    assert f"report run {tmp_path}" in done.stdout and f"cli.ask {tmp_path}/model" in done.stdout
-
-
-def test_the_quickstart_names_the_mistake_of_this_start_alone(tmp_path: Path) -> None:
-    said = '() { case "$*" in *train_ppo_ray*) echo "train_ppo_ray: now."; return 2 ;; esac; }'
-    (tmp_path / "train.log").write_text("train_ppo_ray: before.\n")
-    done = run_script("quickstart.sh", "--output", str(tmp_path), **ONLY_PRINTED | {"BASH_FUNC_python3%%": said})
-    assert done.returncode == 2
-    assert "train_ppo_ray: now." in done.stderr and "before" not in done.stderr
-    assert "before" in (tmp_path / "train.log").read_text()
