@@ -40,10 +40,6 @@ def test_an_example_is_what_training_and_evaluation_take(file: Path) -> None:
     assert getattr(flags, "data.max_len") >= getattr(flags, "rollout.max_new_tokens") + 1024
 
 
-def test_there_are_two_examples() -> None:
-    assert [file.stem for file in FILES] == ["paper_32b", "paper_7b"]
-
-
 def test_the_guides_demonstration_differs_in_the_guide_alone() -> None:
     """Its methods draw the same prompts, and evaluate as they sample."""
     grid = read_grid(EXPERIMENTS / "guide.yaml")

@@ -1,7 +1,6 @@
 """Experiments: what a file asks for, what is refused, and what an interruption leaves."""
 
 import errno
-import io
 import json
 import os
 import shutil
@@ -14,12 +13,11 @@ from typing import Any
 
 import pytest
 import yaml
-from rich.console import Console
 
 from openrlhf_gtpo.cli import experiment
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.tools.experiment import runner
-from openrlhf_gtpo.tools.experiment.grid import read_grid, words
+from openrlhf_gtpo.tools.experiment.grid import read_grid
 from openrlhf_gtpo.training.checks.model import Model
 from openrlhf_gtpo.training.checks.results import check_metrics_file, check_results
 
@@ -59,41 +57,6 @@ def test_a_grid_is_methods_by_settings_by_seeds(tmp_path: Path) -> None:
     }
 
 
-def test_flags_become_a_command_line() -> None:
-    flags = {"a.b": True, "c": False, "eps": [0.2, 0.28], "name": "x y", "lr": 1e-06}
-    assert words(flags) == ["--a.b", "--eps", "0.2", "0.28", "--name", "x y", "--lr", "1e-06"]
-
-
-@pytest.mark.parametrize(
-    ("changed", "sentence"),
-    [
-        ({"method": {}}, "'method' is not known; did you mean methods?"),
-        ({"seeds": [1, 1]}, "seeds must be whole numbers, each once"),
-        ({"seeds": []}, "lacks seeds"),
-        ({"seeds": 3}, "seeds must be a list, got 3"),
-        ({"baseline": "dapo"}, "the baseline 'dapo' is not among the methods gtpo, grpo"),
-        ({"methods": {}}, "lacks methods"),
-        ({"methods": {"../x": {}}}, "the name '../x' must be a folder name"),
-        ({"methods": {"_x": {}}}, "the name '_x' must be a folder name"),
-        ({"methods": {"gtpo": {"train.seed": 3}}}, "methods.gtpo sets train.seed, which the experiment sets itself"),
-        ({"flags": {"--a": 1}}, "write flags without dashes, a"),
-        ({"flags": {"logger.wandb.key": "0123"}}, "flags.logger.wandb.key must be WANDB_API_KEY, literally"),
-        ({"flags": {"a": {"b": 1}}}, "flags.a must be text, a number, a list of them or true"),
-        ({"settings": {"lr": {}}}, "settings.lr must have values by name"),
-        ({"settings": {"lr": 5}}, "settings.lr must have values by name"),
-        ({"settings": {"lr": [1, 2]}}, "settings.lr must have values by name"),
-        ({"methods": {"gtpo": {"actor.adam.lr": 1}}}, "settings.lr.low and methods.gtpo both set actor.adam.lr"),
-    ],
-)
-def test_a_wrong_file_is_one_sentence(tmp_path: Path, changed: dict[str, Any], sentence: str, capsys: Any) -> None:
-    path = write(tmp_path, **({"baseline": None} if "methods" in changed else {}) | changed)
-    if "methods" in changed:  # a missing baseline would be another mistake
-        path.write_text(path.read_text().replace("baseline: null\n", ""))
-    assert experiment.main([str(path)]) == 2
-    error = capsys.readouterr().err
-    assert sentence in error and error.count("\n") == 1
-
-
 @pytest.mark.parametrize(
     ("text", "key"),
     [("methods: {gtpo: {a: 1}, gtpo: {a: 2}}\nflags: {b: 1}\n", "gtpo"), ("flags:\n  b: 1\n  b: 2\n", "b")],
@@ -108,15 +71,6 @@ def test_what_comes_twice_is_not_lost(tmp_path: Path, text: str, key: str, capsy
     )  # an alias is not a repetition
     with pytest.raises(UsageError, match="lacks flags"):
         read_grid(path)
-
-
-def test_what_is_no_yaml_is_said(tmp_path: Path, capsys: Any) -> None:
-    for text in (b"a: [1", b"\xff\xfe", b"7", b"- 1"):
-        (tmp_path / "bad.yaml").write_bytes(text)
-        assert experiment.main([str(tmp_path / "bad.yaml")]) == 2
-        assert "bad.yaml" in capsys.readouterr().err
-    assert experiment.main([str(tmp_path / "none.yaml")]) == 2
-    assert "none.yaml cannot be read (No such file or directory)." in capsys.readouterr().err
 
 
 # Stands in for training: it notes that it was started, writes metrics, and ends as the file of --way says.
@@ -173,16 +127,6 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "experiment.yaml"
 
 
-def test_the_table_begins_with_the_baseline_and_the_page_compares_with_it(file: Path) -> None:
-    changed = yaml.safe_load(file.read_text()) | {"methods": {"gtpo": None, "grpo": None}, "baseline": "grpo"}
-    file.write_text(yaml.safe_dump(changed, sort_keys=False))
-    assert experiment.main([str(file)]) == 0
-    table = (file.parent / "runs" / "table.md").read_text()
-    assert 0 < table.index("grpo, mean of 3") < table.index("gtpo, mean of 3")
-    page = (file.parent / "runs" / "report" / "index.html").read_text()
-    assert "task, held-out reward at step 1: gtpo against grpo: no difference seen (+0.000" in page
-
-
 def test_no_two_runs_have_one_wandb_run(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that finds WANDB_RUN_ID goes on in that W&B run."""
     given, train = [], runner.run_and_clear
@@ -193,19 +137,6 @@ def test_no_two_runs_have_one_wandb_run(file: Path, monkeypatch: pytest.MonkeyPa
     )
     assert experiment.main([str(file)]) == 0
     assert len(given) == 3 and not any("WANDB_RUN_ID" in env or env["WANDB_PROJECT"] != "p" for env in given)
-
-
-def test_an_evaluation_of_one_method_does_not_end_the_experiment(file: Path) -> None:
-    """The page then leaves out the baseline, and says so."""
-    changed = yaml.safe_load(file.read_text()) | {"methods": {"gtpo": None, "grpo": None}, "baseline": "grpo"}
-    file.write_text(yaml.safe_dump(changed, sort_keys=False))
-    scores = file.parent / "runs" / "gtpo" / "seed-1" / "evaluation" / "scores.json"
-    assert experiment.main([str(file)]) == 0
-    scores.parent.mkdir()
-    scores.write_text('{"questions": {"math": "digest"}, "scores": {"math": {"mean@1": [1.0, 0.0]}}}')
-    assert experiment.main([str(file)]) == 0
-    page = (file.parent / "runs" / "report" / "index.html").read_text()
-    assert "Runs: 1 gtpo." in page and f"left out: {file.parent / 'runs' / 'grpo' / 'seed-1'}" in page
 
 
 def test_the_page_shows_the_runs_that_the_file_asks_for(file: Path) -> None:
@@ -254,12 +185,6 @@ def test_a_half_run_counts_nowhere_and_is_made_again(file: Path, how: str, resum
     assert len(rows) == (5 if resumed == "new" else 8)
 
 
-def test_an_output_that_is_a_file_is_refused(file: Path, capsys: Any) -> None:
-    (file.parent / "runs").touch()
-    assert experiment.main([str(file)]) == 2
-    assert capsys.readouterr().err.endswith("/runs is not a folder; name another.\n")
-
-
 def test_a_run_that_fails_is_named_and_the_others_are_made(file: Path, capsys: Any) -> None:
     (file.parent / "way").write_text("fail")
     assert experiment.main([str(file)]) == 1
@@ -272,22 +197,6 @@ def test_a_run_that_fails_is_named_and_the_others_are_made(file: Path, capsys: A
     (file.parent / "way").write_text("kill")  # which says nothing itself
     assert experiment.main([str(file)]) == 1
     assert "/gtpo/seed-1/log): it said nothing\n" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("how", "status"), [("fail", 1), ("interrupt", 130)])
-def test_results_that_cannot_be_written_do_not_hide_how_runs_ended(
-    file: Path, how: str, status: int, capsys: Any
-) -> None:
-    table = file.parent / "runs" / "table.md"
-    table.mkdir(parents=True)
-    assert experiment.main([str(file)]) == 2 and "Is a directory" in capsys.readouterr().err
-    shutil.rmtree(file.parent / "runs" / "gtpo" / "seed-2")
-    (file.parent / "way").write_text(how)
-    assert experiment.main([str(file)]) == status
-    error = capsys.readouterr().err
-    assert f"experiment: [Errno 21] Is a directory: '{table}'\n" in error
-    last = {"fail": "gtpo, seed 2 ended with status 1 (", "interrupt": "interrupted; the same command resumes it.\n"}
-    assert f"experiment: {last[how]}" in error
 
 
 def test_an_error_of_the_folder_does_not_make_a_finished_run_an_unfinished_one(
@@ -309,25 +218,6 @@ def test_an_error_of_the_folder_does_not_make_a_finished_run_an_unfinished_one(
     with pytest.raises(OSError, match="Stale file handle"):
         runner._make(grid.runs[0], grid, lambda: False)
     assert len(starts(file)) == 3 and (grid.runs[0].folder / "model").exists()
-
-
-def test_brackets_in_a_folder_and_a_data_source_are_shown_as_they_are(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stand_in, shown = file.parent / "stand_in.py", io.StringIO()
-    stand_in.write_text(stand_in.read_text().replace("eval_task_", "eval_task[/hard]_"))
-    folder = file.parent / "runs [b]"
-    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | {"output": str(folder)}))
-    monkeypatch.setattr(runner, "Console", lambda stderr: Console(file=shown, force_terminal=True, width=200))
-    assert experiment.main([str(file)]) == 0
-    assert f"gtpo, seed 1: {folder}/gtpo/seed-1 (0 of 3 runs are finished)" in shown.getvalue()
-    assert "gtpo, seed 3: step 1  held-out reward task[/hard] 0.750" in shown.getvalue()
-
-
-def test_a_run_took_as_long_as_it_ran() -> None:
-    """From 10 to 15, and after an interruption from 100 to 103."""
-    parts = [("run", 10, {}), ("train", 15, {}), ("run", 100, {}), ("train", 102, {}), ("run", 103, {"ended": True})]
-    assert runner._seconds([{"kind": kind, "time": time} | more for kind, time, more in parts]) == 8
 
 
 def test_a_run_that_another_process_makes_is_left_to_it(file: Path) -> None:
@@ -390,30 +280,6 @@ def test_models_that_were_evaluated_with_other_flags_are_refused(
     assert "was evaluated with --eval.temperature 1.0, and the experiment now has 0.5" in capsys.readouterr().err
 
 
-def test_a_combination_that_cannot_work_is_named_before_the_first_run(tmp_path: Path, capsys: Any) -> None:
-    """Training's own checks name it."""
-    flags = {"actor.model_name_or_path": "/no/model", "reward.remote_url": "/no/reward.py", "vllm.num_engines": 1}
-    flags |= {"data.prompt_dataset": "/no/prompts", "rollout.n_samples_per_prompt": 4}
-    methods = {"gtpo": {"algo.advantage.estimator": "gtpo"}, "grpo": {"algo.advantage.estimator": "grp"}}
-    assert experiment.main([str(write(tmp_path, flags=flags, methods=methods, settings={})), "--dry-run"]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("experiment: grpo: ") and "--algo.advantage.estimator" in error
-    for on in ("megatron.async_save", "algo.dynamic_filtering_enable"):  # on by itself, and on by the preset
-        methods["grpo"] = {
-            "algo.preset": "dapo",
-            "actor.backend": "megatron",
-            "rollout.max_new_tokens": 8192,
-            on: False,
-        }
-        assert experiment.main([str(write(tmp_path, flags=flags, methods=methods, settings={})), "--dry-run"]) == 2
-        error = capsys.readouterr().err.splitlines()[-1]
-        assert error.startswith(f"experiment: grpo: {on}: false only leaves the flag out, and without it {on} is on")
-    methods["grpo"] = {"algo.preset": "grpo"}
-    assert experiment.main([str(write(tmp_path, flags=flags, methods=methods, settings={})), "--dry-run"]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("experiment: gtpo: ") and "/no/" in error
-
-
 def test_a_run_whose_evaluation_was_interrupted_is_held_to_that_ones_checks_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -453,72 +319,3 @@ def test_a_run_that_died_without_a_checkpoint_may_be_made_again(
     (run.folder / "model").mkdir()
     (run.folder / "model" / "config.json").touch()
     assert experiment.main([str(file), "--dry-run"]) == 0
-
-
-def test_what_is_evaluated_is_looked_at_before_the_first_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    """The data set on which every model is evaluated after its training: a missing one, and a JSONL file, whose only
-    split is train."""
-    monkeypatch.setattr(
-        "openrlhf_gtpo.training.run.check", lambda args: None
-    )  # the check of training, which is not under test here
-    monkeypatch.setattr(Model, "check_weights", lambda model: None)
-    monkeypatch.setattr(Model, "tokenizer", None)
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"input": "1 + 1", "label": "2"}\n' * 8)
-    (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    return {}\n")
-    flags = {
-        "actor.model_name_or_path": "MODEL",
-        "data.prompt_dataset": str(rows),
-        "data.label_key": "label",
-        "data.max_len": 64,
-        "reward.remote_url": str(tmp_path / "reward.py"),
-        "rollout.n_samples_per_prompt": 4,
-        "rollout.max_new_tokens": 8,
-        "vllm.num_engines": 1,
-    }
-    evaluated = {
-        "eval.dataset": str(rows),
-        "data.label_key": "label",
-        "reward.remote_url": str(tmp_path / "reward.py"),
-    }
-    limits = {"data.max_len": 64, "rollout.max_new_tokens": 8}
-    methods = {"gtpo": {"algo.advantage.estimator": "gtpo"}}
-    for changed, sentence in (
-        ({"eval.dataset": str(tmp_path / "none.jsonl")}, "No such file or directory: '{tmp}/none.jsonl'"),
-        ({}, "--eval.dataset {tmp}/rows.jsonl has no split 'test' (--eval.split); it has train."),
-        ({"eval.slip": "train"}, "unknown flag eval.slip; did you mean eval.split?"),
-        ({"learning_rate": 1}, "unknown flag learning_rate; cli.evaluate --help lists the known ones."),
-        (
-            {"data.label_key": None},
-            "data.label_key is missing, and training has it; without it the reward gets no answers.",
-        ),
-        ({"eval.split": "train", "eval.temperature": 0}, "give --eval.n_samples_per_prompt 1."),
-        ({"eval.split": "train"}, None),
-    ):
-        evaluate = {name: value for name, value in (evaluated | limits | changed).items() if value is not None}
-        grid = write(tmp_path, flags=flags, methods=methods, settings={}, baseline="gtpo", evaluate=evaluate)
-        status, printed = experiment.main([str(grid), "--dry-run"]), capsys.readouterr()
-        if sentence is None:
-            assert status == 0 and printed.out.count("gtpo, seed") == 2
-        else:
-            last = printed.err.splitlines()[-1]
-            assert status == 2 and last.startswith("experiment: evaluate: ")
-            assert last.endswith(sentence.format(tmp=tmp_path))
-
-    agent = tmp_path / "agent.py"
-    agent.write_text("class AgentExecutor: ...\n")
-    of_agent = {name: value for name, value in flags.items() if name != "reward.remote_url"}
-    of_agent["train.agent_func_path"] = str(agent)
-    reward = evaluated | limits | {"eval.split": "train"}
-    plain = {name: value for name, value in reward.items() if name != "reward.remote_url"}
-    for trained, evaluate, sentence in (
-        (of_agent, reward, f"trained with the agent {agent} and evaluated without it, once."),
-        (of_agent, plain, None),  # the models' own agent
-        (flags, plain, "Nothing grades an answer; give a --reward.remote_url, or an agent's --train.agent_func_path."),
-    ):
-        grid = write(tmp_path, flags=trained, methods=methods, settings={}, baseline="gtpo", evaluate=evaluate)
-        status, printed = experiment.main([str(grid), "--dry-run"]), capsys.readouterr()
-        assert status == (2 if trained is flags else 0), printed.err
-        assert sentence in printed.err if sentence else "without it" not in printed.err

@@ -13,7 +13,7 @@ import pytest
 from openrlhf_gtpo.cli.report import main
 from openrlhf_gtpo.report.metrics import MetricsWriter, read_runs, series
 from openrlhf_gtpo.tools.experiment.comparison import paired_difference
-from tests.support.studies import write_run, write_study
+from tests.support.studies import write_study
 
 
 def page(*arguments: object) -> int:
@@ -64,20 +64,6 @@ def test_the_effect_is_that_of_pairs(tmp_path: Path) -> None:
     assert text.count("is not compared") == 1
 
 
-def test_an_interval_of_no_width_is_not_shown_as_one(tmp_path: Path) -> None:
-    """Each seed gains another question, so that seeds have the same mean, and questions no effect of their own."""
-    for label in ("dapo", "gtpo"):
-        for seed in (1, 2, 3):
-            file = write_run(tmp_path / label / f"{seed}", seed, 0.0) / "evaluation" / "scores.json"
-            scores = [float(label == "gtpo" and question == seed) for question in range(30)]
-            file.write_text(json.dumps({"questions": {"math": "d"}, "scores": {"math": {"mean@1": scores}}}))
-    runs = [f"{label}={tmp_path / label / str(seed)}" for label in ("gtpo", "dapo") for seed in (1, 2, 3)]
-    assert page(*runs, "--baseline", "dapo", "--output", tmp_path / "out") == 0
-    text = (tmp_path / "out" / "index.html").read_text()
-    assert "gtpo against dapo: the same mean difference for every seed (+0.033; 3 seeds without a spread)." in text
-    assert "no spread" in text and "+0.033 to +0.033" not in text
-
-
 def test_all_methods_are_compared_with_the_baseline_at_once(tmp_path: Path) -> None:
     study = write_study(tmp_path / "study", {"dapo": 0.0, "gtpo": 0.3, "grpo": 0.001, "rloo": 0.0})
     shutil.rmtree(study / "rloo" / "seed-2")
@@ -90,37 +76,6 @@ def test_all_methods_are_compared_with_the_baseline_at_once(tmp_path: Path) -> N
         page(f"gtpo={study}/gtpo/seed-1", f"dapo={study}/dapo/seed-1", "--baseline", "dapo", "--output", tmp_path) == 0
     )
     assert "among all" not in (tmp_path / "index.html").read_text().split("Differences")[0]
-
-
-def test_of_a_file_with_several_runs_the_last_counts_and_the_others_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    one, two = (write_run(tmp_path / f"{seed}", seed, 0.0) / "metrics.jsonl" for seed in (1, 2))
-    two.write_text(one.read_text() + two.read_text())
-    assert page(f"gtpo={two}", "--output", tmp_path / "out") == 0
-    assert capsys.readouterr().err == f"{two}: left out 1 of 2 runs, those before the last.\n"
-    half = "".join(line for line in one.read_text().splitlines(keepends=True) if '"ended"' not in line)
-    two.write_text(half)
-    assert page(f"gtpo={two}", "--output", tmp_path / "out") == 0
-    assert capsys.readouterr().err == f"{two}: has not ended; its figures are those of its last step.\n"
-    assert f"Not ended, and shown up to its last step: {two}." in (tmp_path / "out" / "index.html").read_text()
-
-
-def test_evaluations_with_other_settings_are_seen_to_be(tmp_path: Path) -> None:
-    """Training's held-out reward ignores which questions evaluations of a data set of the same name have answered."""
-    for label, temperature in (("gtpo", 1.0), ("dapo", 0.25)):
-        for seed in (1, 2):
-            file = write_run(tmp_path / label / f"{seed}", seed, 0.0) / "evaluation" / "scores.json"
-            settings = {"math": {"temperature": temperature, "n": 32, "weights": f"{label}{seed}"}}
-            file.write_text(
-                json.dumps({"settings": settings} | json.loads(file.read_text().replace("math500", "math")))
-            )
-    file.unlink()
-    runs = [f"{label}={tmp_path / label / str(seed)}" for label in ("gtpo", "dapo") for seed in (1, 2)]
-    assert page(*runs, "--baseline", "dapo", "--output", tmp_path / "out") == 0
-    text = (tmp_path / "out" / "index.html").read_text()
-    assert "evaluation of math: temperature" in text and "<td>0.25, default</td><td>1.0</td>" in text
-    assert "evaluation of math: weights" not in text and "math, held-out reward at step 20: gtpo against dapo" in text
 
 
 def write_evaluations(path: Path, rewards: dict[int, float]) -> None:
@@ -179,43 +134,3 @@ def test_openrlhfs_own_folders_are_read(tmp_path: Path) -> None:
         in text
     )
     assert "Best of a prompt&#39;s responses, in training" in text or "Best of a prompt's responses" in text
-
-
-def test_what_cannot_be_reported_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one, two = (write_run(tmp_path / name, 1, better) for name, better in (("one", 0.0), ("two", 0.1)))
-    (tmp_path / "empty").mkdir()
-    other = write_run(tmp_path / "other", 1, 0.0)
-    scores = other / "evaluation" / "scores.json"
-    scores.write_text(scores.read_text().replace("digest", "another"))
-    study = write_study(tmp_path / "study", {"gtpo": 0.0}, seeds=2)
-    scores, flags = study / "gtpo" / "seed-2" / "evaluation" / "scores.json", study / "gtpo" / "seed-1" / "flags.json"
-    flags.write_text(flags.read_text()[:-1])
-    cases = {
-        "Legends leave out a label that begins with _, such as '_x'; name it otherwise.": [f"_x={one}"],
-        f"{flags} is not what cli.experiment writes; restore or remove it.": [study],
-        "cannot read metrics from": [f"gtpo={tmp_path / 'empty'}"],
-        "is not an experiment's folder; name a run as LABEL=": [tmp_path / "empty"],
-        f"gtpo has seed 1 twice, in {one} and {two}": [f"gtpo={one}", f"gtpo={two}"],
-        "The baseline 'dapo' is not among the runs: gtpo": [f"gtpo={one}", "--baseline", "dapo"],
-        "answered different questions of math500": [f"gtpo={one}", f"grpo={other}", "--baseline", "grpo"],
-    }
-    for sentence, arguments in cases.items():
-        assert page(*arguments, "--output", tmp_path / "out") == 2
-        error = capsys.readouterr().err
-        assert sentence in error and error.count("\n") == 1
-        assert not (tmp_path / "out").exists()
-    flags.write_text("{}")
-    for text in (
-        '{"sco',
-        "[]",
-        "7",
-        "{}",
-        '{"scores": {}}',
-        '{"questions": {}, "scores": {"math": 1}}',
-        '{"scores": []}',
-    ):
-        scores.write_text(text)
-        for arguments in ([study], [f"gtpo={scores.parents[1]}"]):
-            assert page(*arguments, "--output", tmp_path / "out") == 2
-            sentence = f"{scores} is not what cli.evaluate writes; restore or remove it.\n"
-            assert capsys.readouterr().err == f"report page: {sentence}"

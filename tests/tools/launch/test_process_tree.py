@@ -74,14 +74,6 @@ def test_what_ignores_the_request_is_killed(tmp_path: Path) -> None:
     assert not is_running(orphan) and not is_running(own)
 
 
-def test_orphans_get_less_patience_than_the_program(tmp_path: Path) -> None:
-    """They get only seconds, however long the program may take, because the next start waits for their end."""
-    run = start(600, DEAF_ORPHAN + "while [[ ! -s orphan ]]; do sleep 0.1; done", tmp_path)
-    orphan = pid_in(tmp_path / "orphan")
-    assert run.wait(timeout=60) == 0
-    assert not is_running(orphan)
-
-
 def test_what_hangs_is_ended_with_its_orphans(tmp_path: Path) -> None:
     """It ends soon, although both are stopped and the program would then take its time to end."""
     program = HASTY.replace("patience=", "hangs=lambda: os.path.exists('hangs'), patience=")
@@ -104,15 +96,6 @@ def test_an_error_of_the_caller_ends_program_and_orphans(tmp_path: Path) -> None
     (tmp_path / "error").touch()
     assert run.wait(timeout=120) == 5
     assert not is_running(orphan) and not is_running(own)
-
-
-def test_a_hangup_that_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
-    program = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); " + PROGRAM
-    run = start(30, "echo $$ >own; while [[ ! -e end ]]; do sleep 0.1; done", tmp_path, program)
-    pid_in(tmp_path / "own")
-    run.send_signal(signal.SIGHUP)
-    (tmp_path / "end").touch()
-    assert run.wait(timeout=120) == 0
 
 
 def test_the_program_ends_with_what_runs_it_though_that_is_killed(tmp_path: Path) -> None:

@@ -149,21 +149,6 @@ def test_a_request_to_stop_is_handed_on_and_requeues_whatever_the_limit(
     assert not [*job.folder.glob("run/slurm/*/stop")] and len([*job.folder.glob("run/slurm/*-[01]")]) == 2
 
 
-def test_a_node_that_does_not_join_is_named_and_the_job_ends(jobs: dict[str, Job]) -> None:
-    job = jobs["stuck"]
-    until(job.ended, 300, "the job ends")
-    assert job.state() == "FAILED" and not (job.folder / "started").exists()
-    assert "After 30 s 1 of 2 nodes have not joined the Ray cluster: n2;" in job.log, job.everything
-    until(lambda: not job.processes(), 100, "its steps end")
-
-
-def test_a_node_that_ends_before_the_training_ends_the_job(cluster: SlurmCluster, jobs: dict[str, Job]) -> None:
-    job = jobs["broken"]
-    until(job.ended, 300, "the job ends")
-    assert job.state() == "FAILED" and cluster.restarts(job.number) == 0
-    assert "Ray on the node n2 has ended" in job.log and "no training without all nodes: look at n2" in job.log
-
-
 def test_a_cancelled_job_leaves_no_process(cluster: SlurmCluster, jobs: dict[str, Job]) -> None:
     job = jobs["cancelled"]
     started = [["sleep", seconds] for seconds in ("4321", "4322", "4323")]

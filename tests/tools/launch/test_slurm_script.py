@@ -47,74 +47,6 @@ def test_a_dry_run_shows_every_step_and_the_launchers_own(launcher: Path, tmp_pa
     assert not output.exists() and "0.0.0.0" not in ended.stdout
 
 
-def test_a_preset_is_trained_by_train_sh() -> None:
-    ended = run("--dry-run", "--", "--train.seed", "7", LAUNCHER="gtpo_split", LAUNCHER_FLAGS="--cpu", PORT="7000")
-    assert ended.returncode == 0, ended.stderr
-    shown = "bash examples/scripts/train.sh gtpo_split --submit http://127.0.0.1:7001 --cpu -- --ckpt.load_enable"
-    assert shown in ended.stdout and f"--ckpt.path {ROOT}/runs/train_gtpo_split-cpu/checkpoints" in ended.stdout
-    assert ended.stdout.splitlines()[-1].endswith("--train.seed 7")
-    assert "train.sh gtpo_split --submit" in run("--dry-run", LAUNCHER="examples/scripts/presets/gtpo_split.sh").stdout
-
-
-@pytest.mark.parametrize(
-    ("container", "expected"),
-    [
-        ("pyxis:/images/gtpo.sqsh", "--container-image=/images/gtpo.sqsh --container-mounts={root}:{root},"),
-        (
-            "apptainer:/images/gtpo.sif",
-            "apptainer exec --nv --pwd {root} --bind {root} --bind {output} --bind /models",
-        ),
-    ],
-)
-def test_every_step_runs_in_the_container(container: str, expected: str, launcher: Path, tmp_path: Path) -> None:
-    settings = {"LAUNCHER": str(launcher), "OUTPUT": str(tmp_path / "run"), "CONTAINER_MOUNTS": "/models"}
-    ended = run("--dry-run", CONTAINER=container, **settings)
-    assert ended.returncode == 0, ended.stderr
-    plain = ended.stdout.replace("\\,", ",")
-    steps = [line for line in plain.splitlines() if line.startswith("srun ")]
-    assert len(steps) == 4
-    assert all(expected.format(root=ROOT, output=tmp_path / "run") in line for line in steps)
-    printed = run("--dry-run", CONTAINER=container, NODE_TMP="/scratch", **settings).stdout
-    mount = "--bind /scratch" if container.startswith("apptainer") else ",/scratch:/scratch"
-    assert printed.replace("\\,", ",").count(mount) == 4
-
-
-@pytest.mark.parametrize(
-    ("words", "settings", "message"),
-    [
-        (
-            (),
-            {"LAUNCHER": "train_nothing.sh"},
-            "LAUNCHER=train_nothing.sh is neither a script nor one of: dapo_colocated ",
-        ),
-        (("--dryrun",), {}, "unknown flag --dryrun; known: --dry-run --help"),
-        ((), {"CONTAINER": "docker:image"}, "CONTAINER=docker:image must be pyxis:IMAGE or apptainer:IMAGE"),
-        ((), {"CONTAINER": "pyxis:"}, "must be pyxis:IMAGE"),
-        (
-            ("--", "--ckpt.stop_file=x"),
-            {},
-            "--ckpt.stop_file is this script's own; touch OUTPUT/slurm/JOB-ATTEMPT/stop",
-        ),
-        ((), {"JOIN_TIMEOUT": "10m"}, "JOIN_TIMEOUT=10m is not a number"),
-        ((), {"PORT": "65533"}, "PORT=65533 must be from 1024 to 65532, the first of four"),
-        ((), {}, "this is a batch script: sbatch "),
-    ],
-)
-def test_a_mistake_is_one_sentence_before_anything_starts(words, settings, message, launcher: Path) -> None:
-    ended = run(*words, **({"LAUNCHER": str(launcher)} | settings))
-    assert ended.returncode == 2
-    assert ended.stderr.startswith("[slurm] ") and message in ended.stderr and ended.stderr.count("\n") == 1
-
-
-def test_another_folder_than_the_projects_is_refused(tmp_path: Path) -> None:
-    ended = run("--dry-run", cwd=tmp_path)
-    assert ended.returncode == 2 and f"{tmp_path} is not the project's root" in ended.stderr
-
-
-def test_help_is_the_scripts_header() -> None:
-    assert "sbatch examples/scripts/train_gtpo_slurm.sh" in run("--help").stdout
-
-
 # One node, and a SLURM whose steps are processes of this host.
 PROGRAMS = {
     "scontrol": "[[ $2 == hostnames ]] && echo n1 || echo 'x NodeAddr=127.0.0.1 x'",
@@ -166,37 +98,6 @@ def test_two_jobs_do_not_train_into_one_folder(holds: bool, launcher: Path, tmp_
         ended = run(PATH=f"{tmp_path}:{os.environ['PATH']}", SLURM_JOB_NODELIST="n1", FOUND="", **settings)
     said = f"[slurm] another job trains in OUTPUT={tmp_path}/run; give this one its own, or wait for that one."
     assert (said in ended.stderr.splitlines()) == holds and ended.returncode == (2 if holds else 1)
-
-
-def test_gpus_of_all_nodes_together_are_refused(launcher: Path, tmp_path: Path) -> None:
-    """As those of sbatch --gpus=12 on two nodes of 8."""
-    for name, text in (PROGRAMS | {"scontrol": "printf 'n1\\nn2\\n'"}).items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    settings = {"LAUNCHER": str(launcher), "OUTPUT": str(tmp_path / "run"), "SLURM_JOB_ID": "7", "INTERFACE": ""}
-    settings |= {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NODE": "8", "SLURM_GPUS": "h100:12"}
-    ended = run(PATH=f"{tmp_path}:{os.environ['PATH']}", **settings)
-    assert ended.returncode == 2 and not (tmp_path / "run").exists()
-    assert ended.stderr.startswith("[slurm] sbatch --gpus=h100:12 deals out the GPUs of all nodes together; ask for")
-
-
-@pytest.mark.parametrize(
-    ("srun", "said"),
-    [
-        (
-            PROGRAMS["srun"],
-            "the node n1 has no IPv4 address on an interface none0; set INTERFACE to the network between",
-        ),
-        ("echo srun: no such node >&2; exit 1", "srun cannot run ip on the node n1, as the line above says."),
-    ],
-)
-def test_an_interface_that_a_node_lacks_is_named(srun: str, said: str, launcher: Path, tmp_path: Path) -> None:
-    for name, text in (PROGRAMS | {"srun": srun}).items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    settings = {"LAUNCHER": str(launcher), "OUTPUT": str(tmp_path / "run"), "SLURM_JOB_ID": "7", "INTERFACE": "none0"}
-    ended = run(PATH=f"{tmp_path}:{os.environ['PATH']}", SLURM_JOB_NODELIST="n1", **settings)
-    assert ended.returncode == 2 and said in ended.stderr.splitlines()[-1]
 
 
 def test_an_attempt_that_loses_several_nodes_counts_once(launcher: Path, tmp_path: Path) -> None:

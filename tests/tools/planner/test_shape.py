@@ -89,11 +89,3 @@ def test_a_config_that_leaves_fields_to_their_defaults(family: str, tmp_path: Pa
     (tmp_path / "config.json").write_text(json.dumps(given))
     found = ModelShape.of(SimpleNamespace(**read_config(tmp_path)))
     assert found == ModelShape.of(AutoConfig.from_pretrained(tmp_path))
-
-
-def test_experts_as_transformers_5_writes_them(tmp_path: Path) -> None:
-    from transformers import AutoConfig
-
-    config = AutoConfig.for_model("qwen3_moe", **(COMMON | FAMILIES["qwen3_moe"]))
-    config.save_pretrained(tmp_path)
-    assert ModelShape.of(SimpleNamespace(**read_config(tmp_path))) == ModelShape.of(config)

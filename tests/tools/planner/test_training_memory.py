@@ -153,24 +153,6 @@ def test_memory_is_what_is_measured(name: str, one_rank: RankPool, four_ranks: R
         assert sum(planned.values()) == pytest.approx(total, rel=0.06 if "lora" in name else 0.04)
 
 
-def test_a_short_row_is_the_actor_s() -> None:
-    from openrlhf_gtpo.megatron.model import layers
-
-    assert SHORT_ROW == layers._SHORT
-
-
-def test_what_saves_memory_does() -> None:
-    """One model on four GPUs with Transformer Engine: recompute and sharding, each against its absence."""
-
-    def peak(**fields: Any) -> float:
-        case = Case(rows=(4096,), micro_batches=8, **fields)
-        return sum(step_bytes(replace(case.training(), local=False), 0).values())
-
-    assert peak(recompute="full") < peak(recompute="selective") < peak()
-    assert peak(tensor=2, sequence_parallel=True) < peak(tensor=2) < peak()
-    assert peak() < peak(distributed=False)
-
-
 def test_adapters_take_an_eighth_of_what_is_held() -> None:
     """The held bytes of both are measured above."""
     whole, adapters = (sum(held_bytes(SEEN[name].training(), 0).values()) for name in ("one", "one-lora"))

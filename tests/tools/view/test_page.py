@@ -2,14 +2,12 @@
 
 import base64
 import dataclasses
-import errno
 import json
 import math
 import re
 import zlib
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ import torch
 
 from openrlhf_gtpo.algorithms import ESTIMATORS, grpo_s_parts, gtpo_advantages, gtpo_parts, gtpo_shares
 from openrlhf_gtpo.cli import view
-from openrlhf_gtpo.report.rollouts import SCHEMA, read_dump
+from openrlhf_gtpo.report.rollouts import read_dump
 from openrlhf_gtpo.tools.view.credit import credit, padded, read_methods
 from openrlhf_gtpo.tools.view.page import decimal_codes, make_page
 from tests.support.dumps import columns, write
@@ -122,14 +120,6 @@ def test_the_formula_on_the_page_is_the_one_that_was_computed(text: str, tmp_pat
             assert value == pytest.approx(float(expected), abs=1e-9), formula
 
 
-def test_without_settings_the_runs_own_come_first(tmp_path: Path) -> None:
-    own = {"estimator": "grpo_s", "config": {"variant": "v2", "beta": 0.5}}
-    dump = read_dump(write(tmp_path, **own))
-    methods = read_methods([], dump)
-    assert [method.label for method in methods] == ["grpo_s", "gtpo"]
-    assert methods[0].config.beta == 0.5 and methods[1].config == ESTIMATORS["gtpo"].config()
-
-
 def test_another_variant_has_its_own_defaults_and_the_other_settings_of_the_run(tmp_path: Path) -> None:
     """A dump holds alpha1 and alpha2 as the run's variant set them, which the clipped variants would refuse."""
     for run, text, expected in (
@@ -183,32 +173,6 @@ def test_what_a_response_says_stays_text(tmp_path: Path) -> None:
     assert "http" not in re.sub(r">[A-Za-z0-9+/=]*</script>", "", outside)
 
 
-def test_what_is_missing_is_named_and_the_rest_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = columns() | {"entropy": None, "log_probs": None, "ratio": None, "clipped": None}
-    dump = write(tmp_path, table=table, estimator="group_norm", batch_rows=64)
-    page = tmp_path / "view.html"
-    assert view.main([str(dump), "--output", str(page)]) == 0
-    said = capsys.readouterr().err
-    for sentence in (
-        "Not in the dump: entropies, without which there is no share, reward or re-credit.",
-        "Not in the dump: log-probs of the policy.",
-        "Not credited by gtpo: the dump has no entropies (--logger.entropy_enable",
-        "Not in the dump: the ratio of the trained to the old policy",
-        "A dump holds a sample of a step's groups",
-    ):
-        assert sentence in said
-    (step,) = data_of(page.read_text())["steps"]
-    assert step["credits"] == [None, None] and step["trained"] is not None and len(step["notes"]) == 7
-
-
-def test_a_single_response_per_prompt_is_not_credited_but_shown(tmp_path: Path) -> None:
-    dump = read_dump(write(tmp_path, table=columns(groups=4, samples=1)))
-    page, notes = make_page([dump], read_methods([], dump), 10**9)
-    assert any("Not credited by gtpo: group_ids: group 0 has only row 0" in note for note in notes)
-    assert not any(note.endswith("..") for note in notes)
-    assert data_of(page)["steps"][0]["row"] == [0, 1, 2, 3]
-
-
 def test_a_million_tokens_are_sampled_in_whole_groups_and_credited_among_all(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -223,45 +187,3 @@ def test_a_million_tokens_are_sampled_in_whole_groups_and_credited_among_all(
     (method,) = read_methods(["gtpo"], everything)
     means = credit(everything, method).parts.mean[step["row"]]
     assert step["credits"][0]["mean"] == printed(means)
-
-
-@pytest.mark.parametrize(
-    "words, sentence",
-    [
-        (["--estimators", "ppo"], f"Expected --estimators of {', '.join(ESTIMATORS)}, got 'ppo'."),
-        (["--estimators", "gtpo:beta=1"], "gtpo has no 'beta'; it has variant, success_threshold"),
-        (["--estimators", "gtpo:alpha2=x"], "expected a float, got 'x'."),
-        (["--estimators", "gtpo:scope=world"], "scope"),
-    ],
-)
-def test_a_users_mistake_is_one_sentence(
-    words: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    dump = write(tmp_path)
-    assert view.main([str(dump), "--output", str(tmp_path / "view.html"), *words]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("view: ") and said.count("\n") == 1 and sentence in said
-    assert not (tmp_path / "view.html").exists()
-
-
-def test_an_output_that_cannot_be_written_is_said_before_any_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    dump = write(tmp_path)
-    for output, sentence in (
-        (dump, "is the input, which would be lost"),
-        (tmp_path, "cannot be written"),
-        (tmp_path / ("x" * 300), "File name too long"),
-        (dump / "view.html", "cannot be written"),
-    ):
-        assert view.main([str(dump), "--output", str(output)]) == 2
-        assert sentence in capsys.readouterr().err
-    assert len(read_dump(dump).columns) == len(SCHEMA)
-
-
-def test_an_output_that_fails_while_it_is_written_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(Path, "write_text", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
-    assert view.main([str(write(tmp_path)), "--output", str(tmp_path / "view.html")]) == 2
-    assert capsys.readouterr().err == f"view: [Errno {errno.ENOSPC}] No space left on device\n"
