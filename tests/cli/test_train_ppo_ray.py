@@ -1,6 +1,5 @@
 """A supervised run is restarted after failures that a new start can mend, and after nothing else."""
 
-import json
 import os
 import signal
 import sys
@@ -40,35 +39,6 @@ def args(tmp_path: Path) -> SimpleNamespace:
         ),  # TensorBoard's folder
         train=SimpleNamespace(async_enable=False, stall_timeout=0.0, max_restarts=2),
     )
-
-
-def test_a_terminal_shows_progress_and_the_runs_last_words(args, tmp_path, training, monkeypatch, capsys) -> None:
-    """All that the run prints is in a log beside its metrics."""
-    args.train.max_restarts, args.logger.metrics_path = 0, str(tmp_path / "run" / "metrics.jsonl")
-    args.data = SimpleNamespace(prompt_dataset="hub/name", prompt_split="train", max_samples=64)
-    args.rollout = SimpleNamespace(is_sampled=True, batch_size=16)
-    args.train.num_episodes = 1
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "train.log").write_text("train_ppo_ray stopped: an earlier start\n")
-    step = {"kind": "train", "step": 1, "time": 0, "reward/mean": 0.5}
-    program = (
-        f"import os, pathlib; assert os.environ['{train_ppo_ray._SUPERVISED}']; print('much'); "
-        f"pathlib.Path({args.logger.metrics_path!r}).write_text({json.dumps(step)!r} + chr(10)); "
-        "print('train_ppo_ray stopped: it is over'); raise SystemExit(2)"
-    )
-    run = train_ppo_ray.run_and_clear
-    command = [sys.executable, "-c", program]
-    monkeypatch.setattr(train_ppo_ray, "run_and_clear", lambda _, *rest, **more: run(command, *rest, **more))
-    for stream in (sys.stdout, sys.stderr):
-        monkeypatch.setattr(stream, "isatty", lambda: True)
-    assert train_ppo_ray.main([]) == 2
-    said = capsys.readouterr().err
-    assert "much" not in said and "earlier" not in said and said.endswith("train_ppo_ray stopped: it is over\n")
-    assert "reward 0.50" in said
-    assert (tmp_path / "run" / "train.log").read_text().splitlines()[1:] == [
-        "much",
-        "train_ppo_ray stopped: it is over",
-    ]
 
 
 class Runs:
@@ -297,16 +267,6 @@ def test_a_run_tells_its_supervisor_whether_it_would_fail_again(
     monkeypatch.setenv("OPENRLHF_GTPO_SUPERVISED", "1")
     assert train_ppo_ray.main([]) == supervised
     assert "OPENRLHF_GTPO_SUPERVISED" not in os.environ  # what it starts is not supervised
-
-
-def test_a_path_that_no_file_can_have_is_the_users_mistake(args, training, monkeypatch, capsys) -> None:
-    def check(args: SimpleNamespace) -> None:
-        Path("x" * 300).exists()
-        raise AssertionError("Python no longer sees a mistake there, and neither should this test")
-
-    monkeypatch.setattr(train_ppo_ray, "check", check)
-    assert train_ppo_ray.main([]) == 2 and not training["began"]
-    assert capsys.readouterr().err.startswith("train_ppo_ray: [Errno 36] File name too long: 'xxx")
 
 
 @pytest.mark.parametrize(("flag", "value"), [("max_restarts", 1), ("stall_timeout", 60.0)])

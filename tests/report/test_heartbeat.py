@@ -40,8 +40,3 @@ def test_it_beats_before_there_is_a_checkpoint(tmp_path: Path) -> None:
     """Whose folder nobody else makes before."""
     Heartbeat(tmp_path / "absent" / "checkpoints").beat()
     assert (tmp_path / "absent" / "checkpoints" / "heartbeat").exists()
-
-
-def test_a_disk_that_takes_no_file_ends_no_run(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    Heartbeat(tmp_path / "file").beat()

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from openrlhf_gtpo.report import rollouts
@@ -98,27 +97,6 @@ def test_dumps_are_found_by_step_anywhere_in_a_run(tmp_path: Path) -> None:
         find_dumps(tmp_path)
     with pytest.raises(ValueError, match="nothing does not exist"):
         find_dumps(tmp_path / "nothing")
-
-
-def test_what_is_no_dump_is_named(tmp_path: Path) -> None:
-    path = dump_file(tmp_path, 7)
-    write_dump(path, SETTINGS, COLUMNS)
-    whole = path.read_bytes()
-    for part in (len(whole) // 2, 3, 0):
-        path.write_bytes(whole[:part])
-        with pytest.raises(ValueError, match="step_000007.parquet is not a whole Parquet file"):
-            read_dump(path)
-    pq.write_table(pa.table({"x": [1]}), path)
-    with pytest.raises(ValueError, match="is a Parquet file, but not a rollout dump"):
-        read_dump(path)
-
-
-def test_a_folder_of_dumps_is_not_read_as_one(tmp_path: Path) -> None:
-    for step in (7, 8):
-        write_dump(dump_file(tmp_path, step), SETTINGS, COLUMNS)
-    for read in (read_dump, rollouts.read_settings):
-        with pytest.raises(ValueError, match="is a folder; name one of the dumps"):
-            read(tmp_path)
 
 
 def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import MetricsWriter
-from openrlhf_gtpo.report.watch import describe, process_runs, watch
+from openrlhf_gtpo.report.watch import process_runs, watch
 
 TRAIN = {
     "kind": names.KIND_TRAIN,
@@ -28,12 +28,6 @@ TRAIN = {
 
 
 pytestmark = pytest.mark.usefixtures("brief_waits")
-
-
-def test_describe_names_the_held_out_task_and_leaves_out_what_is_absent() -> None:
-    assert describe({"kind": names.KIND_EVAL, "step": 0, "eval_gcd_pass1": 0.125}) == "held-out reward gcd 0.125"
-    assert describe(TRAIN) == "reward 0.25  entropy 1.50  length 12  seconds 20.4"
-    assert describe({"kind": names.KIND_TRAIN, "step": 1, names.REWARD_MEAN: 1.0}) == "reward 1.00"
 
 
 def test_watch_prints_every_line_and_ends_with_the_process(tmp_path: Path) -> None:
@@ -77,16 +71,6 @@ def test_watch_prints_steps_that_the_file_has_already(tmp_path: Path, after: int
     assert said == [f"step {step}/{max(planned, step)}  reward 0.25" for step in steps]
 
 
-def test_watch_of_a_run_that_dies_before_its_first_line_ends_quietly(tmp_path: Path) -> None:
-    trainer = subprocess.Popen([sys.executable, "-c", "raise SystemExit(2)"])
-    output = io.StringIO()
-    watch(
-        tmp_path / "metrics.jsonl", 4, partial(process_runs, trainer.pid), Console(file=output, force_terminal=False)
-    )
-    assert output.getvalue() == ""
-    trainer.wait()
-
-
 def test_on_a_terminal_the_bar_says_the_phase_and_the_time_left_inside_a_step(tmp_path: Path) -> None:
     """In the second of four steps of 30 s; the phase that an earlier start reported is not repeated."""
     path = tmp_path / "metrics.jsonl"
@@ -108,20 +92,3 @@ def test_on_a_terminal_the_bar_says_the_phase_and_the_time_left_inside_a_step(tm
     assert "0:01:29 left" in bar or "0:01:28 left" in bar  # three steps, less the time spent on the second
     writer.end()
     assert not (tmp_path / "metrics.jsonl.phase").exists()
-
-
-def test_after_a_resume_the_bar_has_the_steps_of_the_checkpoint(tmp_path: Path) -> None:
-    """Five steps of eight are done when the run dies; it goes on from the third."""
-    path = tmp_path / "metrics.jsonl"
-    writer = MetricsWriter(path)
-    writer.begin(0, {})
-    for step in range(1, 6):
-        writer.write(names.KIND_TRAIN, step, {names.TIMING_STEP_WALL: 30.0, names.REWARD_MEAN: 0.25})
-    writer.begin(3, {})
-    writer.phase(names.GENERATION)
-    os.utime(tmp_path / "metrics.jsonl.phase", (time.time() + 5,) * 2)
-    trainer = subprocess.Popen(["sleep", "0.5"])
-    output = io.StringIO()
-    watch(path, 8, partial(process_runs, trainer.pid), Console(file=output, force_terminal=True, width=160))
-    trainer.wait()
-    assert "3/8" in output.getvalue() and "5/8" not in output.getvalue()

@@ -5,7 +5,6 @@ import math
 import os
 import re
 import shutil
-import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,13 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from vllm.logprobs import FlatLogprobs
 
-from openrlhf_gtpo import platform
 from openrlhf_gtpo.cli import ask, evaluate, prepare
-from openrlhf_gtpo.errors import TrainingStopped, UsageError
+from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.scoring import answers
 from openrlhf_gtpo.tasks import reasoning_gym_reward, tiny_model
 from openrlhf_gtpo.training.checks.model import Model
@@ -229,28 +226,6 @@ def test_answers_with_other_settings_are_refused(tmp_path: Path) -> None:
         answers.read_answers(path, SETTINGS)
 
 
-def test_a_reward_that_fails_ends_it_with_the_reason_and_the_question(tmp_path: Path) -> None:
-    """By training's rules and in its words."""
-    not_one = "expected one finite float32 number for the one response, got 'rewards' "
-    for bad, reason in (
-        ({"rewards": [1, 2]}, not_one + "'[1, 2]'"),
-        ({"rewards": math.nan}, not_one + "'nan'"),
-        ({"rewards": "1.0"}, not_one + "'1.0'"),
-        ({}, "it returned no 'rewards'"),
-        ("1.0", "it returned '1.0', not a dict with 'rewards'"),
-    ):
-        with pytest.raises(TrainingStopped) as stopped:
-            answer(Engine(), tmp_path / "answers", lambda *_: bad)  # noqa: B023
-        sentence = f"Could not grade an answer with {__file__}: {reason}. Its question: 'What is 0?'"
-        assert str(stopped.value) == sentence
-        assert answers.read_answers(tmp_path / "answers", SETTINGS | {"reward": "mended"}) == []
-    place = r"JSONDecodeError: Expecting value: line 1 column 1 \(char 0\) \(.*test_answers.py, line \d+\)\. Its "
-    for mistake in ({"grade": lambda *_: json.loads("")}, {"answer_of": lambda *_: json.loads("")}):
-        with pytest.raises(TrainingStopped, match=place):
-            answer(Engine(), tmp_path / "answers", **mistake)
-    assert len(answer(Engine(), tmp_path / "answers")) == 5
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("evaluate")
@@ -280,61 +255,6 @@ def command(place: Path, output: str, **changed: Any) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("changed", "sentence"),
-    [
-        ({"eval.n_samples_per_prompt": 0}, "Expected --eval.n_samples_per_prompt >= 1, got 0."),
-        ({"eval.temperature": 0}, "every answer is the same; give --eval.n_samples_per_prompt 1."),
-        ({"rollout.top_p": 0}, "Expected 0 < --rollout.top_p <= 1, got 0."),
-        (
-            {"data.input_template": "Q:"},
-            "Expected --data.input_template to have {}, where the question goes, got 'Q:'.",
-        ),
-        ({"data.input_template": "Q: {}"}, "With --data.apply_chat_template no --data.input_template is read; leave "),
-        (
-            {"model": "/nowhere"},
-            f"--model /nowhere is not a folder on {socket.gethostname()}, and cannot be had from the Hugging Face Hub",
-        ),
-        (
-            {"model": __file__},
-            f"--model {__file__} is not a folder on {socket.gethostname()}, and cannot be had from the Hugging Face",
-        ),
-        (
-            {"model": "tests"},
-            "--model tests is not a Hugging Face folder (no config.json): tests is not a checkpoint",
-        ),
-        ({"eval.dataset": "/nowhere.jsonl"}, "--eval.dataset /nowhere.jsonl cannot be read as json"),
-        ({"data.label_key": "nothing"}, "has no column 'nothing'"),
-        ({"reward.remote_url": "/nowhere.py"}, "--reward.remote_url /nowhere.py cannot be used: FileNotFoundError"),
-        ({"data.max_len": 9}, "--data.max_len 9 with --rollout.max_new_tokens 8 leaves 1"),
-        ({"data.max_len": 8}, "--data.max_len 8 with --rollout.max_new_tokens 8 leaves 0"),
-    ],
-)
-def test_wrong_input_is_one_sentence_before_an_engine_starts(
-    place: Path,
-    changed: dict[str, Any],
-    sentence: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
-    monkeypatch.setenv(platform.PLATFORM_VARIABLE, "cpu")
-    monkeypatch.setattr(platform, "detect", lambda: "cuda")
-    assert evaluate.main(command(place, "wrong", **changed)) == 2
-    assert sentence in capsys.readouterr().err
-    assert not (place / "wrong").exists()
-    assert platform.chosen_platform() == "cuda", "a conversion works on the CPU, an evaluation need not"
-
-
-def test_a_model_that_training_refuses(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """vLLM would answer with the embedding as the head."""
-    model = shutil.copytree(place / "model", tmp_path / "model")
-    (file,) = model.glob("*.safetensors")
-    weights = load_file(file)
-    save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"] + 1}, file, {"format": "pt"})
-    assert evaluate.main(command(tmp_path, "out", model=model, **{"eval.dataset": place / "task" / "eval.jsonl"})) == 2
-    assert "lm_head.weight and model.embed_tokens.weight differ" in capsys.readouterr().err
-
-
 def test_success_is_decided_as_in_training(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -352,39 +272,6 @@ def test_success_is_decided_as_in_training(
         assert set(found["scores"]["eval"]["pass@2"]) == {expected}
         assert found["settings"]["eval"]["success_threshold"] == threshold.get("success_threshold", 1.0)
     assert torch.tensor(0.7 + 0.2 + 0.1) >= 1 > 0.7 + 0.2 + 0.1
-
-
-def test_a_model_of_the_hub(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    """From the cache; the engine gets a folder with its weights, as with a folder's."""
-    cached = tmp_path / "cache" / "models--someone--something"
-    loaded: list[str] = []
-    (cached / "refs").mkdir(parents=True)
-    (cached / "refs" / "main").write_text("0" * 40)
-    shutil.copytree(place / "model", cached / "snapshots" / ("0" * 40))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cached.parent))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-
-    def load(model: str, flags: dict[str, Any]) -> Engine:
-        loaded.append(model)
-        return Engine()
-
-    monkeypatch.setattr(answers, "load_engine", load)
-    changed = {"model": "someone/something", "eval.n_samples_per_prompt": 2}
-    changed["eval.dataset"] = place / "task" / "eval.jsonl"
-    assert evaluate.main(command(tmp_path, "out", **changed)) == 0, capsys.readouterr().err
-    assert loaded == [str(cached / "snapshots" / ("0" * 40))]
-    settings = json.loads((tmp_path / "out" / "scores.json").read_text())["settings"]["eval"]
-    assert settings["model"] == "someone/something"
-    assert settings["weights"] == evaluate._digest(*evaluate._weights(Path(loaded[0]))) != evaluate._digest()
-
-
-def test_an_output_that_is_a_file(place: Path, capsys: pytest.CaptureFixture) -> None:
-    (place / "file").touch()
-    assert evaluate.main(command(place, "file")) == 2
-    message = f"evaluate: --output {place}/file/scores.json cannot be written, because of {place}/file"
-    assert capsys.readouterr().err.startswith(message)
 
 
 def test_answers_that_other_weights_or_another_reward_have_scored_are_refused(

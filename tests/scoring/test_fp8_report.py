@@ -11,7 +11,6 @@ import torch
 
 from openrlhf_gtpo.algorithms import GRPOSConfig, GTPOConfig
 from openrlhf_gtpo.cli.report import main
-from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.megatron.fp8.options import Fp8Options
 from openrlhf_gtpo.report.fp8_page import table, verdict
 from openrlhf_gtpo.scoring import fp8_report, score
@@ -102,15 +101,6 @@ def test_each_recipe_is_compared_with_bf16(config: Any, monkeypatch: pytest.Monk
     assert found["delayed"]["advantage_error_mean"] == 0 < found["blockwise"]["advantage_error_mean"]
 
 
-@pytest.mark.parametrize("outcome", [[0.5] * 6, [0.0, 0.5, 0.9, 0.1, 0.2, 0.3]])
-def test_no_verdict_without_an_advantage(outcome: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    Scores(monkeypatch, delayed=0.1)
-    credit = torch.tensor(outcome), torch.tensor([0, 1, 0, 1, 0, 1])
-    estimator = EntropyCredit("gtpo", GTPOConfig())
-    with pytest.raises(UsageError, match="No token has an advantage with gtpo, .* both sides of success_threshold 1"):
-        compare(ScoreModel("anywhere"), None, 1, {"delayed": Fp8Options("emulated", "delayed")}, estimator, *credit)  # type: ignore[arg-type]
-
-
 def test_groups_are_prompts_or_what_they_are_called(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     entries = [
@@ -122,55 +112,3 @@ def test_groups_are_prompts_or_what_they_are_called(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     outcome, group_ids = read_credit(path)
     assert outcome.tolist() == [1.0, 0.5, 0.0, -1.0] and group_ids.tolist() == [0, 1, 0, 1]
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ({"tokens": [1, 2], "group": 1}, 'rows.jsonl:7 has no number as its reward; add "reward": NUMBER.'),
-        ({"tokens": [1, 2], "group": 1, "reward": True}, "rows.jsonl:7 has no number as its reward"),
-        ({"tokens": [1, 2], "group": 1, "reward": float("nan")}, "rows.jsonl:7 has no number as its reward"),
-        ({"tokens": [1, 2], "reward": 1.0}, "rows.jsonl:7 has no prompt to tell its group by"),
-        ({"tokens": [1, 2], "group": "alone", "reward": 1.0}, "rows.jsonl:7 is alone in its group"),
-        ({"tokens": [1, 99], "group": 1, "reward": 1.0}, "rows.jsonl:7: token 1 is 99, outside"),
-    ],
-)
-def test_a_line_that_cannot_be_used(
-    model: Path, rows: Path, tmp_path: Path, line: Any, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with rows.open("a") as file:
-        file.write(json.dumps(line) + "\n")
-    assert main(command(model, rows, tmp_path / "page")) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--megatron.fp8", "hybrid"], "needs a CUDA device"),
-        (["--layers_in_bf16", "1"], "leave none of this model's 2 layers in FP8"),
-        (["--estimator", "rloo"], "--estimator='rloo' is not a known option; use one of 'gtpo', "),
-        (["--layers-in-bf16", "-1"], "--megatron.num_layers_at_start_in_bf16 -1 is not between 0 and"),
-        (["--megatron.tensor_model_parallel_size", "3"], "does not divide this model's 4 attention heads"),
-        (["--temperature", "0"], "Expected a finite --temperature > 0, got 0."),
-        (["--model", "/nowhere"], "--model /nowhere is not a folder"),
-    ],
-)
-def test_a_flag_that_cannot_be_used(
-    model: Path, rows: Path, tmp_path: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(command(model, rows, tmp_path / "page", *flags)) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
-
-
-def test_an_empty_file(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "rows.jsonl").touch()
-    assert main(command(model, tmp_path / "rows.jsonl", tmp_path / "page")) == 2
-    assert "is empty; give a line for each response." in capsys.readouterr().err
-
-
-def test_no_recipe_is_good_enough() -> None:
-    results = {"candidates": {"delayed": {"sign_flips": 0.03}, "blockwise": {"sign_flips": 0.02}}}
-    assert verdict(results) == "None keeps sign flips under 2% of the tokens with an advantage."

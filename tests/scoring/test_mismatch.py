@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from openrlhf_gtpo.cli.report import main
 from openrlhf_gtpo.report.rollouts import write_dump
 from openrlhf_gtpo.scoring import score
 from openrlhf_gtpo.scoring.inputs import ScoreModel, check
-from openrlhf_gtpo.training.checks.model import Model
 from tests.support.rank_pool import RankPool
 
 PROMPTS, RESPONSES = (3, 2, 4, 3), (5, 7, 4, 6)
@@ -105,19 +103,3 @@ def test_the_samplers_values_are_not_compared_in_rows_of_the_guide(
     assert errors_of(rollout, model, tmp_path, entropy="actor")["entropy_error_p99"] > 7
     said = capsys.readouterr().out
     assert "entropies of the actor against" in said and "left out" not in said
-
-
-def test_a_dump_without_credit_or_of_other_tokens_is_refused(
-    rollout: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dump = tmp_path / "step_000001.parquet"
-    monkeypatch.setattr(Model, "tokenizer", SimpleNamespace(get_vocab=lambda: {"a": 0}))
-    write_dump(dump, {"step": 1, "estimator": "gtpo", "config": {}, "vocabulary": "x", "model": "other"}, rollout)
-    assert main(["mismatch", str(dump), "--model", "MODEL"]) == 2
-    assert "has token ids of other, which mean others to --model MODEL." in capsys.readouterr().err
-    write_dump(dump, {"step": 1, "estimator": "rloo", "config": None}, rollout | {"entropy": None})
-    assert main(["mismatch", str(dump), "--model", "MODEL"]) == 2
-    assert "has no entropy credit to compare: its estimator is rloo" in capsys.readouterr().err
-    dump.write_bytes(dump.read_bytes()[:-9])
-    assert main(["mismatch", str(dump), "--model", "MODEL"]) == 2
-    assert "is not a whole Parquet file" in capsys.readouterr().err

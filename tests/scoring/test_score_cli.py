@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import LlamaForCausalLM
 
 from openrlhf_gtpo.cli import score as cli
 from openrlhf_gtpo.scoring.inputs import RowFile
@@ -79,28 +78,6 @@ def test_both_backends_from_the_command_line(model: Path, tmp_path: Path) -> Non
             np.testing.assert_allclose(one[kind], other[kind], rtol=0, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_a_mistake_that_a_rank_finds_is_one_sentence_too(
-    model: Path, flags: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    broken = tmp_path / "broken"
-    weights = LlamaForCausalLM.from_pretrained(model)
-    weights.lm_head.weight.data[3] = float("nan")
-    weights.save_pretrained(broken)
-    flags["--output"].write_text("earlier\n")
-    before = sorted(tmp_path.iterdir())
-    capfd.readouterr()
-    assert cli.main(argv(flags | {"--model": broken})) == 2
-    last = capfd.readouterr().err.splitlines()[-1]
-    assert last.startswith(f"score: {flags['--input']}:1: the model gives values that are not finite")
-    assert sorted(tmp_path.iterdir()) == before and flags["--output"].read_text() == "earlier\n"
-
-
-def test_an_input_without_lines_is_refused(flags: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    flags["--input"].write_text("")
-    refuse(flags, f"--input {flags['--input']} is empty; give at least one line.", capsys)
-
-
 def test_an_output_that_is_no_regular_file_is_not_replaced(
     flags: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -108,86 +85,6 @@ def test_an_output_that_is_no_regular_file_is_not_replaced(
     os.mkfifo(tmp_path / "pipe")
     refuse(flags | {"--output": tmp_path / "pipe"}, f"--output {tmp_path / 'pipe'} cannot be written", capsys)
     assert (tmp_path / "pipe").is_fifo()
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        *(
-            (line, 'in.jsonl:2 is not a row to score; write {"tokens": [...]} or')
-            for line in (
-                "{",
-                "",
-                "\udcff",
-                "[1, 2]",
-                '{"id": 1}',
-                '{"prompt": "two"}',
-                '{"response": "two"}',
-                '{"tokens": [1], "response": "two"}',
-                '{"tokens": []}',
-                '{"tokens": "two"}',
-                '{"tokens": [1, 2.0]}',
-                '{"tokens": [1, true]}',
-                '{"prompt": "two", "response": null}',
-            )
-        ),
-        ('{"tokens": [1, 16]}', "in.jsonl:2: token 1 is 16, outside of the model's vocabulary of 16 (0 to 15)"),
-        ('{"tokens": [-1, 1]}', "in.jsonl:2: token 0 is -1, outside of the model's vocabulary of 16"),
-        (json.dumps({"tokens": [1] * 25}), "in.jsonl:2 has 25 tokens, and the model reads at most 24"),
-        ('{"prompt": "", "response": "two"}', "in.jsonl:2: prompt has no token"),
-        (
-            '{"prompt": ["two"], "response": "two"}',
-            "in.jsonl:2: the prompt cannot be made: it is ['two'], not text or",
-        ),
-    ],
-)
-def test_a_line_that_cannot_be_scored_is_named(
-    flags: dict[str, Any], capsys: pytest.CaptureFixture[str], line: str, message: str
-) -> None:
-    flags["--input"].write_text(f'{{"tokens": [1]}}\n{line}\n', errors="surrogateescape")
-    refuse(flags, message, capsys)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"--model": "absent"}, "--model absent is not a folder"),
-        ({"--model": "{tmp}"}, "--model {tmp}"),
-        ({"--input": "{tmp}/absent.jsonl"}, "--input {tmp}/absent.jsonl is not a file"),
-        ({"--input": "{tmp}"}, "--input {tmp} is not a file"),
-        ({"--output": "{tmp}/absent/out"}, "No such file or directory: '{tmp}/absent'"),
-        ({"--output": "{model}/config.json"}, "is the input, which would be lost"),
-        ({"--output": "{tmp}"}, "--output {tmp} cannot be written"),
-        ({"--output": "{tmp}/./in.jsonl"}, "--output {tmp}/in.jsonl is the input, which would be lost"),
-        ({"--max_tokens": 0}, "Expected --max-tokens >= 1, got 0."),
-        ({"--temperature": 0}, "Expected a finite --temperature > 0, got 0."),
-        ({"--temperature": "nan"}, "Expected a finite --temperature > 0, got nan."),
-        ({"--processes": 0}, "Expected --processes >= 1, got 0."),
-        ({"--megatron.tensor_model_parallel_size": 2}, "needs --actor.backend megatron"),
-        (
-            {"--actor.backend": "megatron", "--megatron.tensor_model_parallel_size": 3},
-            "--megatron.tensor_model_parallel_size 3 does not divide this model's 4 attention heads; it can be 1 or 2",
-        ),
-        (
-            {"--actor.backend": "megatron", "--megatron.pipeline_model_parallel_size": 2, "--processes": 3},
-            "--processes 3: 3 processes cannot be split into model replicas of 2",
-        ),
-        (
-            {"--actor.backend": "megatron", "--megatron.pipeline_model_parallel_size": 0},
-            "Expected --megatron.pipeline_model_parallel_size >= 1, got 0.",
-        ),
-        (
-            {"--actor.backend": "megatron", "--megatron.override": "no_such_field=1"},
-            "--megatron.override no_such_field=1: TransformerConfig has no field",
-        ),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
-)
-def test_what_cannot_work_is_refused(
-    flags: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
-) -> None:
-    changes = {flag: str(value).format(tmp=tmp_path, model=flags["--model"]) for flag, value in changes.items()}
-    refuse(flags | changes, message.format(tmp=tmp_path), capsys)
 
 
 @pytest.mark.parametrize("backend", ["deepspeed", "megatron"])
@@ -212,14 +109,6 @@ def test_code_of_the_checkpoint_is_not_run_unasked(
     flags["--input"].write_text("")
     assert cli.main([*argv(chosen), "--trust-remote-code"]) == 2  # because of its input, read after the configuration
     assert (tmp_path / "mark").exists()
-
-
-def test_a_launch_of_another_size_is_refused(
-    flags: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "3"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
-        monkeypatch.setenv(name, value)
-    refuse(flags | {"--processes": 2}, "WORLD_SIZE=3 processes were started, and this run needs 2", capsys)
 
 
 def refuse(flags: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]) -> None:
