@@ -35,13 +35,13 @@ platform.activate()
 import deepspeed  # noqa: E402
 import torch  # noqa: E402
 
+from benchmarks.suite.results import write_results  # noqa: E402
 from openrlhf_gtpo.checkpoints.files import check_file  # noqa: E402
 from openrlhf_gtpo.checkpoints.folder import newest_whole, read_manifest  # noqa: E402
 from openrlhf_gtpo.cli import Parser  # noqa: E402
 from openrlhf_gtpo.megatron.checkpoint.checkpoints import Checkpoints  # noqa: E402
 from openrlhf_gtpo.megatron.parallel import groups  # noqa: E402
 from openrlhf_gtpo.megatron.parallel.layout import Layout  # noqa: E402
-from openrlhf_gtpo.platform.results import write_results  # noqa: E402
 from openrlhf_gtpo.training.actors.strategy import Strategy  # noqa: E402
 from tests.support.checkpoint_program import make_trainer  # noqa: E402
 from tests.support.families import make_checkpoint  # noqa: E402

@@ -37,9 +37,9 @@ from benchmarks.reliability.tiny_runs import (
     start,
     until,
 )
+from benchmarks.suite.results import write_results
 from openrlhf_gtpo.cli import Parser
 from openrlhf_gtpo.errors import STOPPED_STATUS
-from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.tasks import reasoning_gym_reward
 

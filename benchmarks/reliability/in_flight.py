@@ -19,8 +19,8 @@ import numpy as np
 
 from benchmarks.reliability.tiny_runs import inputs, rows, start
 from benchmarks.suite import long_tail_agent
+from benchmarks.suite.results import write_results
 from openrlhf_gtpo.cli import Parser, score
-from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.rollouts import FOLDER, read_dump
 

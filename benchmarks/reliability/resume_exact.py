@@ -24,8 +24,8 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from benchmarks.reliability.tiny_runs import inputs, rows, start
+from benchmarks.suite.results import write_results
 from openrlhf_gtpo.cli import Parser
-from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import read_runs
 

@@ -29,16 +29,16 @@ platform.activate()
 import xxhash  # noqa: E402
 
 from benchmarks.suite.harness import measure, ratios, spread  # noqa: E402
+from benchmarks.suite.random_model import random_model  # noqa: E402
+from benchmarks.suite.results import write_results  # noqa: E402
 from benchmarks.suite.train_step import Step  # noqa: E402
 from openrlhf_gtpo.cli import Parser  # noqa: E402
 from openrlhf_gtpo.megatron.checkpoint.checkpoints import Checkpoints  # noqa: E402
 from openrlhf_gtpo.megatron.model.policy import ModelOptions  # noqa: E402
-from openrlhf_gtpo.megatron.model.random_model import random_model  # noqa: E402
 from openrlhf_gtpo.megatron.parallel import groups  # noqa: E402
 from openrlhf_gtpo.megatron.parallel.layout import Layout  # noqa: E402
 from openrlhf_gtpo.megatron.train.trainer import OptimizerOptions, Trainer  # noqa: E402
 from openrlhf_gtpo.platform.processes import run_processes  # noqa: E402
-from openrlhf_gtpo.platform.results import write_results  # noqa: E402
 from openrlhf_gtpo.report.heartbeat import Heartbeat  # noqa: E402
 from openrlhf_gtpo.tools.launch.process_tree import run_and_clear  # noqa: E402
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.studies.quickstart_runs import before_and_after, quickstart, rows_of, study_parser
 from benchmarks.suite.harness import print_table
-from openrlhf_gtpo.platform.results import write_results
+from benchmarks.suite.results import write_results
 from openrlhf_gtpo.report import names
 
 BACKENDS = ("deepspeed", "megatron")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.studies.quickstart_runs import HELD_OUT, before_and_after, quickstart, rows_of, study_parser
-from openrlhf_gtpo.platform.results import write_results
+from benchmarks.suite.results import write_results
 from openrlhf_gtpo.report import names
 
 COMMON: tuple[str, ...] = ("--rollout.entropy", "sampler", "--algo.advantage.is_correction_level", "token")

@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 
 from benchmarks.studies.quickstart_runs import before_and_after, quickstart, rows_of, study_parser
 from benchmarks.suite.harness import print_table
-from openrlhf_gtpo.platform.results import write_results
+from benchmarks.suite.results import write_results
 from openrlhf_gtpo.report import names
 
 METHODS: dict[str, tuple[str, ...]] = {  # as in examples/experiments/study.yaml

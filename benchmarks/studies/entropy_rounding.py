@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from benchmarks.suite.harness import print_table
+from benchmarks.suite.results import write_results
 from openrlhf_gtpo.cli import Parser
-from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.report.rollouts import read_dump
 
 PAIRS = [

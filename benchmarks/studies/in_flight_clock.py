@@ -27,7 +27,7 @@ from unittest import mock
 
 import numpy as np
 
-from openrlhf_gtpo.platform.results import write_results
+from benchmarks.suite.results import write_results
 from openrlhf_gtpo.training.controller import stream as module
 from openrlhf_gtpo.training.controller.stream import Stream
 from openrlhf_gtpo.training.rows import Request, Rollout

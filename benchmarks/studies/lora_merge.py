@@ -17,9 +17,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.suite.results import write_results
 from openrlhf_gtpo.cli import Parser
 from openrlhf_gtpo.lora.init import initial_a
-from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.training.actors import adapters
 
 TEXT = (

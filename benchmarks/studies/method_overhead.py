@@ -28,10 +28,10 @@ from openrlhf.utils.utils import get_tokenizer
 
 from benchmarks.suite.actor import Policy, rollout, trainer_argv
 from benchmarks.suite.harness import Side, measure, median_and_range, print_table, ratios
+from benchmarks.suite.results import write_results
 from benchmarks.suite.synthetic import even_lengths
 from openrlhf_gtpo.algorithms import ESTIMATORS, SURROGATES
 from openrlhf_gtpo.cli import Parser
-from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.training import patch
 from openrlhf_gtpo.training import run as trainer
 from openrlhf_gtpo.training.actors.policy_actor import DeepspeedActorTrainer, EntropyPolicyActor

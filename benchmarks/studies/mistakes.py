@@ -18,9 +18,9 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from benchmarks.suite.harness import print_table
+from benchmarks.suite.results import write_results
 from openrlhf_gtpo.algorithms import GTPOConfig, grpo_advantages, gtpo_advantages, policy_surrogate
 from openrlhf_gtpo.cli import Parser
-from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.report.curves import COLORS, LINES, STYLE, save
 
 LETTERS = "0123456789*=. so"

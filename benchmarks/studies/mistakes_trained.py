@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.studies.mistakes import plot
 from benchmarks.studies.quickstart_runs import before_and_after, quickstart, rows_of, study_parser
 from benchmarks.suite.harness import print_table
-from openrlhf_gtpo.platform.results import write_results
+from benchmarks.suite.results import write_results
 from openrlhf_gtpo.report import names
 
 METHODS = ("GTPO", "GRPO", "one polarity", "entropies clipped", "micro-batches of 1", "micro-batches of 4")

@@ -7,8 +7,8 @@ tests/tools/planner/test_training_memory.py, rank by rank.
 from pathlib import Path
 from typing import Any
 
+from benchmarks.suite.results import write_results
 from openrlhf_gtpo.cli import Parser
-from openrlhf_gtpo.platform.results import write_results
 from tests.support.rank_pool import RankPool
 from tests.tools.planner.test_training_memory import SEEN, UNSEEN, measured_and_planned
 

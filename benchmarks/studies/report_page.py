@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.suite.results import write_results
 from openrlhf_gtpo.cli import Parser
 from openrlhf_gtpo.cli.report import main as report
-from openrlhf_gtpo.platform.results import write_results
 from tests.support.simulated import EFFECT, SCENARIOS, coverage, draw
 
 ROOT = Path(__file__).resolve().parents[2]

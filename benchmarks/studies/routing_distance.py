@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.suite.results import write_results
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.cli import Parser
-from openrlhf_gtpo.platform.results import write_results
 from tests.support.logits_program import several
 from tests.support.moe_program import LAYOUTS
 from tests.support.rank_pool import RankPool

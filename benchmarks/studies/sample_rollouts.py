@@ -1,4 +1,4 @@
-"""Samples responses of the quickstart's model to the quickstart's questions, with rewards: input for `report fp8`.
+"""Samples responses of the quickstart's model to the quickstart's questions, with rewards: input for `benchmark fp8`.
 
     python3 -m benchmarks.studies.sample_rollouts --model MODEL --data DATA/train.jsonl \
         --output rollouts.jsonl --prompts 32 --samples 8

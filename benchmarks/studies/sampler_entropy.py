@@ -38,7 +38,7 @@ def main() -> None:
     from vllm.utils import random_uuid
 
     from benchmarks.suite.harness import measure, median_and_range, print_table
-    from openrlhf_gtpo.platform.results import write_results
+    from benchmarks.suite.results import write_results
     from openrlhf_gtpo.training.rollout.answers import hold, values_of
     from openrlhf_gtpo.training.rollout.rollout_actor import IN_ENGINE, SCHEDULER, WORKER_EXTENSION
 

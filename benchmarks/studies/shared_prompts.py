@@ -23,15 +23,15 @@ platform.choose()
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.suite.harness import Measured, Side, measure, median_and_range, print_table
+from benchmarks.suite.random_model import random_model
+from benchmarks.suite.results import write_results
 from openrlhf_gtpo.cli import Parser
 from openrlhf_gtpo.megatron.model.policy import ModelOptions
-from openrlhf_gtpo.megatron.model.random_model import random_model
 from openrlhf_gtpo.megatron.parallel import groups
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.megatron.train import schedule
 from openrlhf_gtpo.megatron.train.trainer import OptimizerOptions, Trainer
 from openrlhf_gtpo.platform.memory import PeakMemory
-from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.shared_prompts.balance import Prompt, computed_tokens
 from openrlhf_gtpo.token_values import MicroBatch, TokenRow
 from openrlhf_gtpo.training.actors import shared_prompts

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from playwright.sync_api import sync_playwright
 
+from benchmarks.suite.results import write_results
 from openrlhf_gtpo.algorithms import GTPOConfig, gtpo_advantages
 from openrlhf_gtpo.cli import Parser, view
-from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.report.rollouts import dump_file, write_dump
 
 CLICK = """async () => {

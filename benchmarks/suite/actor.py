@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from benchmarks.suite.harness import Measured, measure, print_table, ratios, spread
+from benchmarks.suite.results import write_results
 from benchmarks.suite.synthetic import long_tailed_lengths
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.training import patch
 from openrlhf_gtpo.training import run as trainer
 from openrlhf_gtpo.training.actors.policy_actor import EntropyPolicyActor

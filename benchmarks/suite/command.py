@@ -9,14 +9,24 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from openrlhf_gtpo.algorithms import ESTIMATORS
 from openrlhf_gtpo.cli import Parser, exit_status
+from openrlhf_gtpo.cli.score import add_input_flags
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.megatron.fp8.options import RECIPES
+from openrlhf_gtpo.megatron.fp8.options import MODES, RECIPES
 from openrlhf_gtpo.megatron.parallel.layout import RECOMPUTE
 from openrlhf_gtpo.platform.files import check_output
 
 # Least values of flags that take a number, 1 for all others. An advantage compares at least two responses to a prompt.
-_LEAST = {"warmup": 0, "bucket_mb": 0, "rows": 2, "samples": 2, "sequence_length": 2, "seed": -(2**31)}
+_LEAST = {
+    "warmup": 0,
+    "bucket_mb": 0,
+    "rows": 2,
+    "samples": 2,
+    "sequence_length": 2,
+    "seed": -(2**31),
+    "layers_in_bf16": 0,
+}
 _MOST = 2**31 - 1
 # Flags that several commands have, with defaults of their own.
 _COUNTS = {
@@ -97,6 +107,37 @@ def build_parser() -> argparse.ArgumentParser:
     flag("--micro-batch-size", default=8, help="rows of a micro-batch, for DeepSpeed", **count)
     flag("--max-tokens", default=2048, help="maximum tokens of a micro-batch, for Megatron", **count)
     flag("trainer_flags", nargs="*", metavar="-- FLAG", help="further flags of the trainer, for both")
+
+    with_input = commands.add_parser(
+        "fp8",
+        help="what FP8 does to the credit of given responses, without training",
+        description="Scores the same responses without FP8 and with each recipe on the Megatron actor, shapes their "
+        "rewards from both, and compares. The input has a JSON object on each line: prompt and response, or tokens "
+        "and group, and a number as reward; lines with the same prompt or group form a group.",
+    )
+    add_input_flags(with_input)
+    flag = with_input.add_argument
+    flag("--output", help="write the numbers, with quantiles of the errors, to this JSON file", **path)
+    flag("--estimator", choices=ESTIMATORS, default="gtpo", help="estimator of the entropy credit")
+    flag("--mode", choices=MODES, default="emulated", help="FP8 mode of the products")
+    flag("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="recipes to compare")
+    layers = "compare tensorwise and blockwise also with the first N and the last N layers left in BF16"
+    flag("--layers-in-bf16", default=0, metavar="N", help=layers, **count)
+    flag("--tensor-parallel", default=1, metavar="N", help="processes that share each matrix", **count)
+    flag("--pipeline-parallel", default=1, metavar="N", help="stages of layers", **count)
+
+    flag = commands.add_parser(
+        "mismatch",
+        help="how far a rollout's log-probs and entropies are from a model's",
+        description="Scores a dumped rollout with Transformers in BF16, at the rollout's temperature, and compares "
+        "log-probs, entropies and the dump's own credit with what is in the dump: values of vLLM's sampler with "
+        "--rollout.entropy sampler (unless its audit's gate was closed), the actor's without. The model must have "
+        "the weights that sampled the rollout: for step 1, those that training began with.",
+    ).add_argument
+    flag("dump", type=Path, metavar="DUMP", help="a step_*.parquet of --logger.dump_rollouts")
+    flag("--model", required=True, metavar="DIR", help="Hugging Face checkpoint: the policy of that step")
+    flag("--max-tokens", default=8192, metavar="N", help="maximum tokens of a micro-batch", **count)
+    flag("--output", help="write the numbers, with quantiles of the errors, to this JSON file", **path)
 
     flag = command(
         "lm-head",

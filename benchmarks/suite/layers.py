@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from benchmarks.suite.harness import SquareProduct, measure, median_and_range, print_table, ratios
+from benchmarks.suite.random_model import random_model
+from benchmarks.suite.results import write_results
 from benchmarks.suite.synthetic import BF16, precisions, read_shape
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.megatron.fp8.options import Fp8Options
 from openrlhf_gtpo.megatron.model.policy import ModelOptions
-from openrlhf_gtpo.megatron.model.random_model import random_model
 from openrlhf_gtpo.megatron.parallel import groups
 from openrlhf_gtpo.megatron.parallel.host import has_transformer_engine
 from openrlhf_gtpo.megatron.parallel.layout import Layout, LayoutError
@@ -25,7 +26,6 @@ from openrlhf_gtpo.megatron.train.trainer import OptimizerOptions, Trainer
 from openrlhf_gtpo.model_shape import ModelShape, decoder_flops
 from openrlhf_gtpo.platform.memory import PeakMemory
 from openrlhf_gtpo.platform.processes import run_processes
-from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.token_values import MicroBatch
 
 PHASES = {"forward": 1, "forward_backward": 3, "train_step": 3}  # and their products, in units of a forward pass

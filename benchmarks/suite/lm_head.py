@@ -12,10 +12,10 @@ from torch import Tensor
 
 from benchmarks.suite.harness import Measured, measure, print_table
 from benchmarks.suite.lm_head_ways import OURS, OURS_WITHOUT_ENTROPY, PRODUCT, Outputs, Phase, Problem, ways
+from benchmarks.suite.results import write_results
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.platform.memory import PeakMemory
 from openrlhf_gtpo.platform.processes import run_processes
-from openrlhf_gtpo.platform.results import write_results
 
 TEMPERATURE = 0.8
 COMPARED_TOKENS = 64  # those compared with float64

@@ -22,9 +22,9 @@ from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 
 from benchmarks.suite.actor import Policy, rollout, trainer_argv
 from benchmarks.suite.harness import Side, measure, print_table, ratios, spread
+from benchmarks.suite.results import write_results
 from benchmarks.suite.synthetic import even_lengths
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.training import patch
 from openrlhf_gtpo.training import run as trainer
 from openrlhf_gtpo.training.actors.policy_actor import EntropyPolicyActor

@@ -19,12 +19,12 @@ import torch
 
 from benchmarks.suite import harness
 from benchmarks.suite.harness import SquareProduct, measure, median_and_range, print_table
+from benchmarks.suite.results import write_results
 from benchmarks.suite.step_phases import COUNTED, IDLE, STEP, measured_steps, of_run, ratios, summary
 from benchmarks.suite.train_configurations import Configuration, configurations, split_compare
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.errors import TrainingStopped, UsageError
 from openrlhf_gtpo.platform.processes import run_processes
-from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import phase_file, read_runs
 

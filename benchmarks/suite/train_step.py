@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.suite.harness import Measured, measure, median_and_range, print_table, ratios
+from benchmarks.suite.random_model import random_model
+from benchmarks.suite.results import write_results
 from benchmarks.suite.synthetic import (
     BF16,
     long_tailed_lengths,
@@ -27,14 +29,12 @@ from openrlhf_gtpo.algorithms import GTPOConfig, gtpo_advantages, policy_surroga
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.megatron.fp8.options import Fp8Options
 from openrlhf_gtpo.megatron.model.policy import ModelOptions
-from openrlhf_gtpo.megatron.model.random_model import random_model
 from openrlhf_gtpo.megatron.parallel import groups
 from openrlhf_gtpo.megatron.parallel.layout import Layout, LayoutError
 from openrlhf_gtpo.megatron.train import schedule
 from openrlhf_gtpo.megatron.train.trainer import OptimizerOptions, Trainer
 from openrlhf_gtpo.platform.memory import PeakMemory
 from openrlhf_gtpo.platform.processes import run_processes
-from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.token_values import place
 
 _DEEPSPEED = "deepspeed"

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.suite.harness import Measured, measure, median_and_range, print_table, ratios
+from benchmarks.suite.process_engine import ProcessEngine
+from benchmarks.suite.results import write_results
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.lora.merge import merge
 from openrlhf_gtpo.platform.files import weight_shapes
-from openrlhf_gtpo.platform.results import write_results
 from openrlhf_gtpo.weight_sync.buckets import WIRE_DTYPE, ParameterMeta, TensorBuckets, numel
-from openrlhf_gtpo.weight_sync.process_engine import ProcessEngine
 from openrlhf_gtpo.weight_sync.sender import ColocatedSender, Engine, WeightSender, ray_engine
 
 COPY = "device copy"

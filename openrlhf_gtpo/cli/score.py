@@ -56,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def add_input_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that this command shares with ``report fp8``."""
+    """Add the flags that this command shares with ``benchmark fp8``."""
     add = parser.add_argument
     add("--model", required=True, metavar="DIR", help="folder of a Hugging Face checkpoint")
     add("--input", required=True, type=Path, metavar="FILE", help="JSON lines")

@@ -169,11 +169,6 @@ def pack_tree(
     return Tree(ids, position_ids, np.array(lengths), paths, torch.from_numpy(places), origin)
 
 
-def count_tokens(rows: Sequence[Tensor], needed: Sequence[int], routes: Sequence[Tensor] | None = None) -> int:
-    """How many tokens :func:`pack_tree` packs, padding aside."""
-    return sum(needed) - sum(_alike(rows, needed, routes)[1])
-
-
 def _alike(
     rows: Sequence[Tensor], needed: Sequence[int], routes: Sequence[Tensor] | None
 ) -> tuple[list[int], list[int]]:

@@ -1,4 +1,4 @@
-"""``report mismatch``: a dump that agrees with the model has no errors, and an altered one has the errors put in."""
+"""``benchmark mismatch``: a dump that agrees with the model has no errors, an altered one those put in."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from openrlhf_gtpo.algorithms import GTPOConfig
-from openrlhf_gtpo.cli.report import main
+from openrlhf_gtpo.cli import benchmark
 from openrlhf_gtpo.report.rollouts import write_dump
 from openrlhf_gtpo.scoring import score
 from openrlhf_gtpo.scoring.inputs import ScoreModel, check
@@ -68,7 +68,7 @@ def errors_of(
     settings = {"step": 1, "estimator": "gtpo", "config": vars(GTPOConfig()), "temperature": 0.7}
     write_dump(dump, settings | {"entropy": entropy, "outcome_dtype": "float32", "batch_rows": 4}, rollout)
     out = tmp_path / "out.json"
-    assert main(["mismatch", str(dump), "--model", str(model), "--json", str(out)]) == 0
+    assert benchmark.main(["mismatch", str(dump), "--model", str(model), "--output", str(out)]) == 0
     results = json.loads(out.read_text())
     assert (results["rows"], results["tokens"]) == (len(rows), sum(rollout["mask"][row].sum() for row in rows))
     return results["candidates"]["rollout"]

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from benchmarks.suite.random_model import random_model
 from openrlhf_gtpo.lora import LoraOptions
 from openrlhf_gtpo.megatron.model.policy import ModelOptions
-from openrlhf_gtpo.megatron.model.random_model import random_model
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.megatron.train.offload import Offload
 from openrlhf_gtpo.megatron.train.trainer import OptimizerOptions, Trainer

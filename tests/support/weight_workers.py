@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.suite.process_engine import PlainModel, PlainWorker, ProcessEngine
 from openrlhf_gtpo.weight_sync import receiver
-from openrlhf_gtpo.weight_sync.process_engine import PlainModel, PlainWorker, ProcessEngine
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed.weight": (40, 8),

@@ -17,12 +17,12 @@ import torch
 from openrlhf.trainer.ray import ppo_actor
 from ray.exceptions import ActorUnavailableError
 
+from benchmarks.suite.process_engine import ProcessEngine
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.training.actors import adapters
 from openrlhf_gtpo.training.actors.actor_trainer import wait_for_engines
 from openrlhf_gtpo.training.actors.policy_actor import DeepspeedActorTrainer
 from openrlhf_gtpo.training.rollout import rollout_actor
-from openrlhf_gtpo.weight_sync.process_engine import ProcessEngine
 from tests.support.rollouts import arguments
 from tests.support.weight_workers import Worker
 

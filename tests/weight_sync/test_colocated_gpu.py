@@ -5,8 +5,8 @@ trainer's process and an engine's share the memory of a CUDA device.
 import pytest
 import torch
 
+from benchmarks.suite.process_engine import ProcessEngine
 from openrlhf_gtpo.weight_sync.buckets import ParameterMeta, TensorBuckets
-from openrlhf_gtpo.weight_sync.process_engine import ProcessEngine
 from openrlhf_gtpo.weight_sync.sender import ColocatedSender
 from tests.support.weight_workers import Worker
 

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.suite.process_engine import ProcessEngine
 from openrlhf_gtpo.weight_sync import transports
 from openrlhf_gtpo.weight_sync.buckets import ParameterMeta, TensorBuckets
-from openrlhf_gtpo.weight_sync.process_engine import ProcessEngine
 from openrlhf_gtpo.weight_sync.receipts import WeightSyncError
 from openrlhf_gtpo.weight_sync.receiver import WeightReceiver
 from openrlhf_gtpo.weight_sync.sender import WeightSender

@@ -1,7 +1,7 @@
 """The effect of less exact values on the entropy credit of responses, compared with a model's exact ones.
 
-The less exact values are those of FP8, recipe by recipe (``cli.report fp8``), or those that a rollout was trained on
-(``cli.report mismatch``).
+The less exact values are those of FP8, recipe by recipe (``benchmark fp8``), or those that a rollout was trained on
+(``benchmark mismatch``).
 """
 
 import json
@@ -22,7 +22,18 @@ from openrlhf_gtpo.scoring.inputs import RowFile, ScoreModel, check
 from openrlhf_gtpo.scoring.score import score
 from openrlhf_gtpo.token_values import TokenValues
 
-QUANTILES = 100  # of the errors, for plots
+QUANTILES = 100  # of the errors
+ACCEPTED = 0.02  # sign flips
+_COLUMNS = {
+    "sign_flips": ("sign flips", "{:.2%}"),
+    "share_rank_correlation": ("rank correlation of shares", "{:.3f}"),
+    "advantage_error_mean": ("mean \\|ΔA\\| / σ(A)", "{:.4f}"),
+    "entropy_error_mean": ("mean \\|ΔH\\|, nats", "{:.4f}"),
+    "entropy_error_p99": ("p99 \\|ΔH\\|", "{:.3f}"),
+    "log_prob_error_mean": ("mean \\|Δ log π\\|", "{:.4f}"),
+    "log_prob_error_p99": ("p99 \\|Δ log π\\|", "{:.3f}"),
+    "ratio_error": ("mean exp \\|Δ log π\\|", "{:.3f}"),
+}
 
 
 def read_credit(path: Path) -> tuple[Tensor, Tensor]:
@@ -132,6 +143,18 @@ def compare_rollout(
     _check_credit(exact, mask, estimator, outcome, group_ids)
     errors = _errors(exact, rough, mask, estimator, outcome, group_ids)
     return {"rows": int(mask.any(dim=1).sum()), "tokens": int(mask.sum()), "candidates": {"rollout": errors}}
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """A markdown table, a row for each candidate, and which of them keep sign flips low."""
+    heads = [title for title, _ in _COLUMNS.values()]
+    lines = ["| | " + " | ".join(heads) + " |", "|---" + "|---:" * len(heads) + "|"]
+    for name, budget in results["candidates"].items():
+        cells = [form.format(budget[field]) for field, (_, form) in _COLUMNS.items()]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    good = [name for name, budget in results["candidates"].items() if budget["sign_flips"] < ACCEPTED]
+    limit = f"{ACCEPTED:.0%} of the tokens with an advantage"
+    return "\n".join(lines) + f"\n\nSign flips under {limit}: {'; '.join(good) or 'none'}."
 
 
 def _check_credit(exact: Tensor, mask: Tensor, estimator: Any, outcome: Tensor, group_ids: Tensor) -> None:
