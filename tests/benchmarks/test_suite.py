@@ -1,5 +1,5 @@
-"""The measurements of ``benchmarks/suite``: what the GPU suite runs needs neither OpenRLHF nor Ray, vLLM or DeepSpeed,
-and operations, tokens and phases are counted by hand. ``benchmark train`` is tried by tests/e2e/test_launch_scripts.py.
+"""Measurements: what the GPU suite runs needs neither OpenRLHF nor Ray, vLLM or DeepSpeed, and operations, tokens
+and phases are counted by hand. ``benchmark train`` is tried by tests/e2e/test_launch_scripts.py.
 """
 
 import json
@@ -34,7 +34,7 @@ PathFinder.find_spec = staticmethod(find_spec)
 COMMANDS = (
     "weight-sync --receiver process --transport colocated --shape 2x32x64x128 --bucket-mb 1 --repeat 1",
     "lm-head --shape 16x32x64 --repeat 1",
-    "layers --shape tiny --tokens 128 --sequence-length 64 --micro-batches 2 --repeat 2 --matrix 128 --recipes delayed",
+    "layers --shape tiny --tokens 128 --sequence-length 64 --micro-batches 2 --repeat 2 --matrix 64 --recipes delayed",
     "train-step --shape tiny --prompts 2 --samples 4 --prompt-tokens 8 --response-tokens 64 --max-tokens 128 "
     "--warmup 1 --repeat 2 --recipes blockwise --fp8-param",
 )
@@ -77,7 +77,7 @@ def test_a_step_without_advantages_is_compared_with_one_without() -> None:
 
 
 def test_every_phase_by_hand() -> None:
-    """Of two steps, the second thrice as slow: of 20 s, 2 s of it in no phase, on 300 prompt and 100 response tokens."""
+    """Two steps, the second thrice as slow: 20 s, 2 of them in no phase, for 300 prompt and 100 response tokens."""
     setup = Setup(
         gpus=4,
         busy={"rollout": 1, "old_log_probs": 3, "shaping": 0, "train": 3, "weight_sync": 4},
