@@ -129,8 +129,6 @@ def _page(args: argparse.Namespace) -> None:
 def _watch(args: argparse.Namespace) -> None:
     from openrlhf_gtpo.report.watch import process_runs, watch
 
-    if not 1 <= args.steps < 2**31:
-        raise UsageError(f"Expected --steps >= 1 and below 2^31, got {args.steps}.")
     path = args.metrics / "metrics.jsonl" if args.metrics.is_dir() else args.metrics
     watch(path, args.steps, lambda: process_runs(args.pid))
 

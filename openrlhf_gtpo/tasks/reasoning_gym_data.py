@@ -114,8 +114,8 @@ def write_task_files(
     config = dict(SMALL_CONFIGS.get(task, {}) if task_config is None else task_config)
     form = PromptForm(question_form, instruction, system, tuple((question, answer) for question, answer in examples))
     for name, size in (("train size", train_size), ("eval size", eval_size), ("train rows", train_rows)):
-        if size is not None and not 1 <= size < 2**31:
-            raise ValueError(f"the {name} must be at least 1 and below 2^31, got {size}")
+        if size is not None and size < 1:
+            raise ValueError(f"the {name} must be at least 1, got {size}")
     recipe = {
         "task": task,
         "train_size": train_size,

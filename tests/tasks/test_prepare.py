@@ -32,7 +32,6 @@ def test_task_prints_its_directory_and_is_done_once(tmp_path, capsys):
     [
         (["--task", "produts"], "did you mean products"),
         (["--task", "products", "--task-config", "{max_digits: 2}"], "is not JSON"),
-        (["--task", "products", "--train-rows", "9" * 20], "the train rows must be at least 1 and below 2^31"),
         (["--task", "products", "--task-config", "[1]"], "is not a JSON object"),
         (["--task", "products", "--task-config=--"], "--task-config '--' is not JSON"),
         (["--task", "chain_sum", "--task-config", '{"max_digits": 1e400}'], "makes no question with {"),

@@ -2,22 +2,38 @@
 Does not import torch.
 """
 
-import difflib
 import itertools
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
 from openrlhf_gtpo.errors import UsageError, one_line
 
-_REQUIRED = {"output": str, "flags": dict, "methods": dict, "seeds": list}
-_OPTIONAL = {"settings": dict, "baseline": str, "evaluate": dict}
 OURS = ("train.seed", "logger.metrics_path", "ckpt.output_dir", "ckpt.path", "ckpt.load_enable")
 _OURS_OF_EVALUATE = ("model", "output")
-_NAME = re.compile(r"(?![._])[\w.+-]+")  # a leading dot hides a folder, and matplotlib leaves _ out of legends
+
+_Scalar = str | bool | int | float
+Flags = dict[str, _Scalar | list[_Scalar]]
+# By the names of folders: a leading dot hides one, and matplotlib leaves _ out of legends.
+_ByName = Annotated[
+    dict[Annotated[str, Field(pattern=r"^[^._\W][\w.+-]*$|^[+-][\w.+-]*$")], Flags | None], Field(min_length=1)
+]
+
+
+class _Entries(BaseModel, extra="forbid", strict=True):
+    """The file."""
+
+    output: str
+    flags: Annotated[Flags, Field(min_length=1)]
+    methods: _ByName
+    seeds: Annotated[list[NonNegativeInt], Field(min_length=1)]
+    settings: dict[str, _ByName] = {}
+    baseline: str | None = None
+    evaluate: Flags | None = None
 
 
 @dataclass(frozen=True)
@@ -82,38 +98,40 @@ def read_grid(path: Path) -> Grid:
         raise UsageError(f"{path} cannot be read ({error.strerror}).") from error
     except (ValueError, yaml.YAMLError) as error:
         raise UsageError(f"{path} cannot be read as YAML: {one_line(error)}") from error
-    _check_entries(path, entries)
-    methods, settings = entries["methods"], entries.get("settings", {})
+    try:
+        file = _Entries.model_validate(entries)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the file"
+        raise UsageError(f"{path}: {place}: {first['msg']}, got {first['input']!r:.100}.") from error
     # Flags, in each place that has some; seeds; baseline.
-    groups = {"flags": entries["flags"], "evaluate": entries.get("evaluate")}
-    groups |= {f"methods.{name}": flags for name, flags in methods.items()}
-    for axis, values in settings.items():
+    groups = {"flags": file.flags, "evaluate": file.evaluate}
+    groups |= {f"methods.{name}": flags for name, flags in file.methods.items()}
+    for axis, values in file.settings.items():
         groups |= {f"settings.{axis}.{name}": flags for name, flags in values.items()}
     for place, flags in groups.items():
-        _check_flags(path, place, flags)
-    seeds = entries["seeds"]
-    if not seeds or any(type(seed) is not int or seed < 0 for seed in seeds) or len({*seeds}) < len(seeds):
-        raise UsageError(f"{path}: seeds must be whole numbers, each once, got {seeds}.")
-    baseline = entries.get("baseline")
-    if baseline is not None and baseline not in methods:
-        raise UsageError(f"{path}: the baseline {baseline!r} is not among the methods {', '.join(methods)}.")
+        _check_flags(path, place, flags or {})
+    if len({*file.seeds}) < len(file.seeds):
+        raise UsageError(f"{path}: seeds must be given once each, got {file.seeds}.")
+    if file.baseline is not None and file.baseline not in file.methods:
+        raise UsageError(f"{path}: the baseline {file.baseline!r} is not among the methods {', '.join(file.methods)}.")
     # Methods × settings × seeds. A setting may not override a method, nor another setting.
-    output = Path(entries["output"]).expanduser()
+    output = Path(file.output).expanduser()
     runs = []
-    for method, *chosen in itertools.product(methods, *settings.values()):
-        flags = entries["flags"] | (methods[method] or {})
-        set_by = dict.fromkeys(methods[method] or {}, f"methods.{method}")
-        for (axis, values), name in zip(settings.items(), chosen, strict=True):
+    for method, *chosen in itertools.product(file.methods, *file.settings.values()):
+        flags: dict[str, Any] = file.flags | (file.methods[method] or {})
+        set_by = dict.fromkeys(file.methods[method] or {}, f"methods.{method}")
+        for (axis, values), name in zip(file.settings.items(), chosen, strict=True):
             for flag, value in (values[name] or {}).items():
                 if flag in set_by:
                     raise UsageError(f"{path}: settings.{axis}.{name} and {set_by[flag]} both set {flag}.")
                 set_by[flag] = f"settings.{axis}.{name}"
                 flags[flag] = value
         label = "/".join([method, *chosen])
-        for seed in seeds:
+        for seed in file.seeds:
             folder = output / label / f"seed-{seed}"
             runs.append(Run(label, seed, folder, flags | {"train.seed": seed} | places(folder)))
-    return Grid(output, runs, baseline, entries.get("evaluate"))
+    return Grid(output, runs, file.baseline, file.evaluate)
 
 
 def words(flags: Mapping[str, Any]) -> list[str]:
@@ -135,41 +153,8 @@ def places(folder: Path) -> dict[str, Any]:
     }
 
 
-def _check_entries(path: Path, entries: Any) -> None:
-    if not isinstance(entries, dict):
-        raise UsageError(f"{path} must have {', '.join(_REQUIRED)}.")
-    known = _REQUIRED | _OPTIONAL
-    for name, value in entries.items():
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, 1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}."
-            raise UsageError(f"{path}: {name!r} is not known; {hint}")
-        if not isinstance(value, known[name]):
-            kind = {str: "text", dict: "a mapping of names to entries", list: "a list"}[known[name]]
-            raise UsageError(f"{path}: {name} must be {kind}, got {value!r}.")
-    missing = [name for name in _REQUIRED if not entries.get(name)]
-    if missing:
-        raise UsageError(f"{path} lacks {' and '.join(missing)}.")
-    settings = entries.get("settings", {})
-    for axis, values in settings.items():
-        if not isinstance(values, dict) or not values:
-            raise UsageError(f"{path}: settings.{axis} must have values by name, each with its flags.")
-    for name in itertools.chain(entries["methods"], *settings.values()):
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise UsageError(
-                f"{path}: the name {name!r} must be a folder name; use letters, digits and . + - _, but not . or _ "
-                "first."
-            )
-
-
-def _check_flags(path: Path, place: str, flags: Any) -> None:
-    if flags is None:
-        return
-    if not isinstance(flags, dict) or not all(isinstance(name, str) for name in flags):
-        raise UsageError(f"{path}: {place} must be flags with their values, got {flags!r}.")
+def _check_flags(path: Path, place: str, flags: Mapping[str, Any]) -> None:
     for name, value in flags.items():
-        if name.startswith("-"):
-            raise UsageError(f"{path}: {place} has {name}; write flags without dashes, {name.lstrip('-')}.")
         if name in (_OURS_OF_EVALUATE if place == "evaluate" else OURS):
             raise UsageError(f"{path}: {place} sets {name}, which the experiment sets itself.")
         if name.startswith("logger.wandb.k") and value != "WANDB_API_KEY":
@@ -177,7 +162,3 @@ def _check_flags(path: Path, place: str, flags: Any) -> None:
                 f"{path}: {place}.{name} must be WANDB_API_KEY, literally, with W&B's key in that variable of the "
                 "environment; a run's folder and its page show its flags."
             )
-        if not isinstance(value, str | int | float) and not (
-            isinstance(value, list) and all(isinstance(item, str | int | float) for item in value)
-        ):
-            raise UsageError(f"{path}: {place}.{name} must be text, a number, a list of them or true, got {value!r}.")

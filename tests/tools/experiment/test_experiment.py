@@ -69,7 +69,7 @@ def test_what_comes_twice_is_not_lost(tmp_path: Path, text: str, key: str, capsy
     path.write_text(
         f"flags: &it {{}}\nmethods: {{a: *it, b: *it}}\noutput: {tmp_path}\nseeds: [1]\n"
     )  # an alias is not a repetition
-    with pytest.raises(UsageError, match="lacks flags"):
+    with pytest.raises(UsageError, match="flags: Dictionary should have at least 1 item"):
         read_grid(path)
 
 
