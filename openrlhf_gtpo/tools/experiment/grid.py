@@ -105,12 +105,12 @@ def read_grid(path: Path) -> Grid:
         place = ".".join(map(str, first["loc"])) or "the file"
         raise UsageError(f"{path}: {place}: {first['msg']}, got {first['input']!r:.100}.") from error
     # Flags, in each place that has some; seeds; baseline.
-    groups = {"flags": file.flags, "evaluate": file.evaluate}
-    groups |= {f"methods.{name}": flags for name, flags in file.methods.items()}
+    groups: dict[str, Flags | None] = {"flags": file.flags, "evaluate": file.evaluate}
+    groups |= {f"methods.{name}": given for name, given in file.methods.items()}
     for axis, values in file.settings.items():
-        groups |= {f"settings.{axis}.{name}": flags for name, flags in values.items()}
-    for place, flags in groups.items():
-        _check_flags(path, place, flags or {})
+        groups |= {f"settings.{axis}.{name}": given for name, given in values.items()}
+    for place, given in groups.items():
+        _check_flags(path, place, given or {})
     if len({*file.seeds}) < len(file.seeds):
         raise UsageError(f"{path}: seeds must be given once each, got {file.seeds}.")
     if file.baseline is not None and file.baseline not in file.methods:
