@@ -27,13 +27,6 @@ class Importing:
         return importlib.import_module, (self.name,)
 
 
-class EndsWhoUnpickles:
-    """Ends the process that unpickles it."""
-
-    def __reduce__(self) -> tuple:
-        return os._exit, (4,)
-
-
 def describe(addend: int, module: Any = None) -> dict[str, Any]:
     """Return what a rank sees, and the sum of all ranks, each plus ``addend``; ``module`` came as an argument."""
     total = torch.tensor(torch.distributed.get_rank() + addend)
@@ -83,11 +76,6 @@ def interrupt_on(rank: int, how: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         sys.exit(3)
     torch.distributed.barrier()
-
-
-def unpicklable() -> Any:
-    """Return what cannot be pickled."""
-    return lambda: None
 
 
 def rank_0_ends_first(addend: int, module: Any) -> dict[str, Any]:

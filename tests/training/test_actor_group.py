@@ -22,7 +22,6 @@ from openrlhf_gtpo.training import run
 from openrlhf_gtpo.training.actors import dispatch
 from openrlhf_gtpo.training.actors.dispatch import ActorGroup, open_store
 from openrlhf_gtpo.training.actors.strategy import Strategy
-from openrlhf_gtpo.training.features.sampler_entropy.engine import SamplerEntropyInEngine
 from tests.support.rollouts import arguments
 
 # Where Ray's PACK put 32 equal bundles on 4 nodes of 8 GPUs (ray 2.55.0): the node of each bundle.
@@ -145,15 +144,6 @@ def test_an_engine_that_would_cross_nodes_is_refused(shared: bool, monkeypatch: 
         start(2, 4)
 
 
-MEGATRON = "--actor.backend megatron --megatron.tensor_model_parallel_size 2 --megatron.pipeline_model_parallel_size 2"
-
-
-@pytest.mark.parametrize(("argv", "size"), [(MEGATRON, 2), ("--ds.tensor_parallel_size 4", 4)])
-def test_a_group_knows_its_tensor_parallel_size(argv: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    start_nothing(["--algo.advantage.estimator", "gtpo", *argv.split()], monkeypatch)
-    assert train_ppo_ray.RayActorGroup.tensor_parallel_size == size
-
-
 def test_the_reference_of_adapters_is_the_actor_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is loaded for it, and its forward passes are the actor's."""
     asked: list[Any] = []
@@ -174,18 +164,6 @@ def test_the_reference_of_adapters_is_the_actor_without_them(monkeypatch: pytest
     assert reference.async_run_method_batch("forward", sequences=[1]) == ["log-probs"]
     policy = (train_ppo_ray.PolicyModelActor, {"tensor_parallel_size": 1})
     assert asked == [policy, ("forward_reference", {"sequences": [1]})]
-
-
-@pytest.mark.parametrize("source", ["actor", "sampler"])
-def test_engines_are_told_what_is_wanted_of_them(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = {"rollout.entropy": source, "rollout.temperature": "0.7", "vllm.max_num_seqs": "7"}
-    flags |= {"train.max_restarts": "2", "train.stall_timeout": "30"}
-    argv = [word for name, value in flags.items() for word in (f"--{name}", value)]
-    start_nothing([*argv, "--algo.advantage.estimator", "gtpo"], monkeypatch)
-    engine = vllm_engine.RolloutRayActor.__ray_metadata__.modified_class
-    features = [SamplerEntropyInEngine] if source == "sampler" else []
-    assert ([type(feature) for feature in engine.features], engine.patience) == (features, (3, 30.0))
-    assert engine.engine_args == {"max_num_seqs": 7, "max_num_batched_tokens": None}
 
 
 def test_nobody_else_gets_the_port_at_which_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,19 +75,6 @@ def test_all_that_is_trained_of_a_mixture_is_in_its_export(
     torch.testing.assert_close(exported(rows).logits, trained, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("targets", [["down_proj"], ["q_proj", "gate"], ["experts"], ["gate_up_proj"], ["lm_head"]])
-def test_a_target_that_can_have_no_adapter_is_refused(targets: list[str], mixture: Callable[[str], Any]) -> None:
-    with pytest.raises(UsageError, match=f"{targets[-1]}: no such linear layer .* k_proj, o_proj, q_proj, v_proj can"):
-        adapters.adapt(mixture("experts alone"), config(targets))
-
-
-def test_a_named_target_is_no_expert(mixture: Callable[[str], Any]) -> None:
-    policy = adapters.adapt(mixture("a shared expert"), config(["up_proj"]))
-    adapters.start(policy, "bf16", seed=1)
-    adapted = [part.name for part in adapters.parts(policy) if part.adapter]
-    assert adapted == [f"model.layers.{layer}.mlp.shared_expert.up_proj.weight" for layer in range(2)]
-
-
 def test_transposed_weights_are_refused() -> None:
     """PEFT adapts a Conv1D, whose weight is (in, out); a square one would be merged as if it were (out, in)."""
     shape = {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 16}

@@ -18,10 +18,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from openrlhf_gtpo.errors import TrainingStopped, UsageError
 from openrlhf_gtpo.training.features.guide.endpoint import Endpoint, EndpointActor
 from openrlhf_gtpo.training.features.guide.endpoint_requests import check_endpoint
-from openrlhf_gtpo.training.features.guide.guide import Guide
-from openrlhf_gtpo.training.host import gpus_of
 from openrlhf_gtpo.training.rows import Row
-from tests.support.fake_engines import guide_arguments, respond
+from tests.support.fake_engines import respond
 
 
 def run_with(
@@ -183,25 +181,6 @@ def test_an_agent_may_ask_a_server(server: Server, tmp_path: Path) -> None:
         answers(server.url, agent=agent)
 
 
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"token_ids": None}, "its responses have no token_ids"),
-        ({"logprobs": None}, "its responses have no log-prob for every token"),
-        ({"token_ids": [52]}, "its responses have no log-prob for every token"),
-    ],
-    ids=str,
-)
-def test_answers_that_cannot_be_trained_on_stop_the_run(
-    changes: dict[str, Any], why: str, server: Server, reward: Path
-) -> None:
-    server.changes = changes
-    with pytest.raises(TrainingStopped, match=f"--algo.guide.endpoint {server.url}: {why}"):
-        answers(server.url, reward)
-    with pytest.raises(UsageError, match=f"--algo.guide.endpoint {server.url} cannot be a guide: {why}"):
-        check_endpoint(run_with(server.url))
-
-
 def test_a_server_that_refuses_stops_the_run_and_one_that_is_gone_is_dead(
     server: Server, reward: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,39 +224,9 @@ def test_a_busy_server_is_alive(server: Server) -> None:
     asyncio.run(ask())
 
 
-def test_a_server_that_cannot_be_the_guide_is_refused_before_the_run(server: Server) -> None:
-    check_endpoint(run_with(server.url))
-    said = f"^--algo.guide.endpoint {server.url} cannot be a guide: it serves"
-    with pytest.raises(UsageError, match=f"{said} guide, and not --algo.guide.model_name_or_path other; start it"):
-        check_endpoint(run_with(server.url, model="other"))
-    with pytest.raises(
-        UsageError, match=f"{said} rows of at most 64 tokens, and --data.max_len is 65; start it with --max-mod"
-    ):
-        check_endpoint(run_with(server.url, max_len=65))
-    with pytest.raises(UsageError, match="does not answer as an http://HOST:PORT/v1 would: Error code: 404"):
-        check_endpoint(run_with(server.url.removesuffix("/v1")))
-    with pytest.raises(UsageError, match="does not answer as an http://HOST:PORT/v1 would: Connection error"):
-        check_endpoint(run_with("http://127.0.0.1:9/v1"))
-    for url, why in (
-        ("127.0.0.1:9/v1", "it is not of the form http://HOST:PORT/v1"),
-        ("http://127.0.0.256:9/v1", "Invalid IPv4 address: '127.0.0.256'"),
-        ("http://127.0.0.1:99999/v1", "Port out of range"),
-    ):
-        with pytest.raises(UsageError, match=f"^--algo.guide.endpoint {url} cannot be a guide: {why}"):
-            check_endpoint(run_with(url))
-
-
 def test_log_probs_before_temperature_are_refused_where_they_differ(server: Server) -> None:
     server.is_raw = True
     check_endpoint(run_with(server.url, temperature=1.0))
     for temperature, top_p in ((0.7, 1.0), (1.0, 0.9)):
         with pytest.raises(UsageError, match="before temperature and top-p.*--logprobs-mode processed_logprobs"):
             check_endpoint(run_with(server.url, temperature=temperature, top_p=top_p))
-
-
-def test_it_has_no_gpus_and_no_sleep() -> None:
-    args = guide_arguments(0.5, "--algo.guide.endpoint", "http://somewhere:8000/v1")
-    args.vllm.enable_sleep = True
-    with Guide([SimpleNamespace()], args).awake():
-        pass
-    assert gpus_of(args).other_engines == 0

@@ -350,27 +350,6 @@ def test_penalties_within_groups_need_no_buffer(
     assert_penalised(estimator, experiences, batch, penalty.float())
 
 
-def test_rewards_below_0_are_not_rescaled(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = rollout(seed=9)
-    batch.outcome[3] = -1
-    args = arguments("--algo.advantage.estimator", "gtpo", "--reward.overlong_form", "group_rescaled")
-    with pytest.raises(TrainingStopped, match="group_rescaled: outcome of row 3 is -1; rewards that are rescaled"):
-        make(args, batch, monkeypatch)
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
-def test_an_agents_reward_may_be_a_truth_value_or_a_whole_number(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batch = rollout(seed=7)
-    argv = ("--algo.advantage.estimator", "gtpo", "--rollout.max_new_tokens", "7", "--reward.overlong_buffer_len", "3")
-    _, expected = make(arguments(*argv), batch, monkeypatch)
-    batch.outcome = batch.outcome.to(dtype)
-    _, experiences = make(arguments(*argv), batch, monkeypatch)
-    for found, wanted in zip(experiences, expected, strict=True):
-        assert_same_experience(dataclasses.replace(found, scores=wanted.scores), wanted)
-
-
 @pytest.mark.parametrize("estimator", ["gtpo", "grpo_s"])
 @pytest.mark.parametrize("form", ["continuous", "as_printed"])
 @pytest.mark.parametrize("coefficient", [0.5, -0.5])
@@ -482,15 +461,6 @@ def test_kl_reward_is_the_same_at_all_tokens_of_a_row_with_grpo_s(monkeypatch: p
     torch.testing.assert_close(found, -coefficient * total[:, None] * batch.mask, rtol=1e-4, atol=1e-5)
 
 
-def test_a_kl_loss_leaves_the_advantages_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = rollout(seed=12)
-    args = arguments("--algo.advantage.estimator", "gtpo", "--algo.kl.use_loss", "--algo.kl.estimator", "k3")
-    _, experiences = make(args, batch, monkeypatch, kl_coef=0.1)
-    plain = arguments("--algo.advantage.estimator", "gtpo")
-    assert torch.equal(advantages(experiences, batch), advantages(make(plain, batch, monkeypatch)[1], batch))
-    assert all(e.base_action_log_probs is not None for e in experiences)
-
-
 # ── Data that must not be learned from ──
 
 
@@ -526,14 +496,6 @@ def test_what_lies_outside_the_mask_is_never_read(monkeypatch: pytest.MonkeyPatc
     expected = advantages(make(args, batch, monkeypatch)[1], batch)
     batch.entropy[~batch.mask] = float("nan")
     assert torch.equal(advantages(make(args, batch, monkeypatch)[1], batch), expected)
-
-
-def test_a_policy_that_returns_no_entropies_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = rollout(seed=15)
-    made = maker(ExperienceMaker, arguments("--algo.advantage.estimator", "gtpo"), batch, monkeypatch)
-    made.models.actor.tables, made.models.actor.result = (batch.log_probs,), lambda table: table
-    with pytest.raises(AttributeError, match="log_probs"):
-        rollouts.make(made, batch)
 
 
 def test_entropies_of_one_batch_are_gone_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -597,15 +559,6 @@ def test_metrics_of_a_batch_computed_by_hand(monkeypatch: pytest.MonkeyPatch) ->
         names.SHARES_STD: shares.std().item(),
     }
     assert made.metrics == pytest.approx(expected)
-
-
-def test_metrics_leave_out_a_mean_over_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = rollout(seed=18)
-    batch.outcome[:] = 0.0
-    made, _ = make(arguments("--algo.advantage.estimator", "grpo_s"), batch, monkeypatch)
-    assert names.ENTROPY_POSITIVE not in made.metrics and names.SHARES_STD not in made.metrics
-    assert made.metrics[names.ENTROPY_NEGATIVE] == pytest.approx(made.metrics[names.ENTROPY_ALL])
-    assert made.metrics[names.GROUPS_UNIFORM] == made.metrics[names.GROUPS_TOTAL] == 5
 
 
 @pytest.mark.parametrize("estimator", ["gtpo", "group_norm"])

@@ -15,10 +15,8 @@ from openrlhf_gtpo.training.features.guide.guide import Guide
 from openrlhf_gtpo.training.rollout.rewards import Patience, RewardFailed
 from openrlhf_gtpo.training.rows import Row
 from tests.support.fake_engines import (
-    RESCUE,
     Executor,
     PolicyExecutor,
-    Ready,
     guide_arguments,
     guided,
     sampling,
@@ -89,25 +87,6 @@ def test_a_group_is_the_policys_rows_and_then_the_guides(monkeypatch: pytest.Mon
     assert not any(row.off_policy or row.metrics for row in sampler.evaluate(1.0, samples=2))
 
 
-def test_each_engine_fetches_the_tokenizer_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Tokenizer(Ready):
-        fetched = 0
-
-        def __await__(self) -> Any:
-            self.fetched += 1
-            yield
-            return "a tokenizer"
-
-    tokenizer = Tokenizer()
-    sampler, engines = guided(monkeypatch, tokenizer=tokenizer)
-    seen = []
-    for engine in (*engines, sampler.engines[0].engine):
-        answer = engine.executor.execute
-        engine.executor.execute = lambda answer=answer, **given: seen.append(given["hf_tokenizer"]) or answer(**given)
-    sampler.sample()
-    assert seen == ["a tokenizer"] * 12 and tokenizer.fetched == 3
-
-
 def test_a_filter_sees_all_rows_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups in which only the guide's responses are right are kept."""
 
@@ -127,25 +106,6 @@ def test_a_filter_sees_all_rows_of_a_group(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 # ── What fails ──
-
-
-@pytest.mark.parametrize(("log_probs", "got"), [(None, "none"), ([0.0, float("nan")], "others")])
-def test_an_answer_without_log_probs_stops_the_run(log_probs: Any, got: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler, engines = guided(monkeypatch)
-    for engine in engines:
-        engine.executor.log_probs = log_probs
-    with pytest.raises(TrainingStopped, match=f"finite log-prob from the engine .* got a response with {got}"):
-        sampler.sample()
-
-
-def test_an_agent_without_log_probs_stops_the_run_at_the_policys_rows_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rescue would compare these rows with their engine, by its log-probs; an evaluation needs none."""
-    sampler, _ = guided(monkeypatch, 0.0, *RESCUE)
-    for handle in sampler.engines:
-        handle.engine.executor = Executor()
-    assert len(sampler.evaluate(1.0, samples=2)) == 12
-    with pytest.raises(TrainingStopped, match="finite log-prob from the engine .* got a response with none"):
-        sampler.sample()
 
 
 def test_a_prompt_whose_reward_fails_at_the_guide_is_dropped_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,27 +144,6 @@ def test_a_guide_that_dies_is_replaced_by_the_policy_or_stops_the_run(
         ]
         assert marks(sampler.sample().rows) == [0.0] * 12
         assert capsys.readouterr().out.count("Warning: the guide died") == 1
-
-
-def test_what_is_wrong_at_the_guide_is_not_taken_for_its_death(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler, _ = guided(monkeypatch, 1 / 3, "--algo.guide.on_failure", "continue")
-    wrong = ray.exceptions.RayTaskError("sample", "its traceback", TrainingStopped("a mistake"))
-
-    def mistaken() -> Any:
-        raise wrong
-
-    for handle in sampler.guide.engines:
-        handle.sample.remote = lambda *request: partial(mistaken)
-    with pytest.raises(ray.exceptions.RayTaskError, match="its traceback"):
-        sampler.sample()
-
-
-@pytest.mark.parametrize(("endpoint", "logs"), [(None, "its node's Ray logs"), ("http://a/v1", "its server's logs")])
-def test_a_guide_that_dies_says_where_to_look(endpoint: str | None, logs: str) -> None:
-    guide = Guide(["engine"], guide_arguments(0.5))
-    guide._args.algo.guide.endpoint = endpoint
-    with pytest.raises(TrainingStopped, match=rf"the guide died \(no answer\); {logs} say more\."):
-        guide.died("no answer")
 
 
 def test_it_sleeps_but_while_it_samples(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,22 +176,6 @@ def test_gradient_checkpointing_changes_nothing() -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4, msg=name)
 
 
-def test_a_batch_of_one_and_a_single_action_token() -> None:
-    data = {name: values[:1] for name, values in batch("right", seed=5).items()}
-    data["action_mask"] = torch.zeros_like(data["action_mask"])
-    data["action_mask"][0, 7] = 1
-    assert_same_model(*actors(causal_lm("Llama")), data)
-
-
-def test_logits_are_never_made_for_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = causal_lm("Llama")
-    _, ours = actors(model)
-    data = batch("right", seed=6)
-    _, output = ours(**data, return_output=True, return_entropy=True)
-    assert output["logits"].shape[-1] == TINY["hidden_size"], "the head ran over every position"
-    assert "forward" not in vars(model.get_output_embeddings()), "the head was left switched off"
-
-
 def test_the_head_comes_back_after_a_failure() -> None:
     model = causal_lm("Llama")
     _, ours = actors(model)
@@ -219,17 +203,6 @@ def test_an_architecture_with_something_behind_the_head_runs_upstreams_forward()
     torch.testing.assert_close(entropy.double(), distribution.entropy() * mask, rtol=1e-4, atol=1e-5)
     expected = distribution.log_prob(data["sequences"][:, 1:]) * mask
     torch.testing.assert_close(log_probs.double(), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_a_caller_that_wants_logits_gets_them() -> None:
-    upstream, ours = actors(causal_lm("Llama"))
-    data = batch("right", seed=9)
-    del data["action_mask"]
-    expected, found = (actor(**data, return_output=True)["logits"] for actor in (upstream, ours))
-    assert found.shape == (3, 14, VOCABULARY)
-    assert torch.equal(found, expected)
-    expected, found = (actor(**data, return_logprobs=True) for actor in (upstream, ours))
-    assert torch.equal(found, expected)
 
 
 def test_an_adapter_on_the_head_runs_upstreams_forward() -> None:

@@ -18,11 +18,10 @@ from openrlhf_gtpo.token_values import TokenValues
 from openrlhf_gtpo.training.credit.experiences import ExperienceMaker
 from openrlhf_gtpo.training.credit.info import off_policy_rows
 from openrlhf_gtpo.training.feature import ControllerFeature, EngineFeature
-from openrlhf_gtpo.training.features.guide.controller import GuideInController
 from openrlhf_gtpo.training.features.guide.rescue import RescueQueue
 from openrlhf_gtpo.training.rows import Rollout, Row
 from openrlhf_gtpo.training.step import run_step
-from tests.support.fake_engines import RESCUE, answers, fours, guide_arguments, guided, sleeping
+from tests.support.fake_engines import RESCUE, answers, fours, guided, sleeping
 from tests.support.rollouts import arguments, in_sampling_order, maker, rollout
 
 
@@ -247,15 +246,3 @@ def test_rescued_rows_are_trained_on_with_the_steps_own() -> None:
     run_step(run, lambda: Rollout(["own"], 1, False, others=["rescued"]))
     run_step(run, lambda: Rollout(["own"], 1, False))
     assert dealt == [["own", "rescued"], ["own"]] and described == [["own"]] * 2 and run.step == 6
-
-
-def test_a_step_logs_what_became_of_those_that_waited(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler, _ = guided(monkeypatch, 0.0, *RESCUE)
-    feature = GuideInController(guide_arguments(0.0, *RESCUE))
-    feature.guide, feature._sampler = sampler.guide, sampler
-    sampler.queue.rescued = 3
-    sampler.queue.add([failure("a")])
-    metrics: dict[str, Any] = {}
-    feature.on_step(5, metrics)
-    assert [metrics[name] for name in (names.RESCUE_QUEUED, names.RESCUE_RESCUED, names.RESCUE_GIVEN_UP)] == [1, 3, 0]
-    assert sampler.guide.step == 5

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from openrlhf.utils.agent import SingleTurnAgentExecutor
 
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.platform.patience import others_work
@@ -54,10 +53,6 @@ def test_a_reward_arrives_as_upstream_hands_it_on(tmp_path: Path) -> None:
     assert output["reward"] == 1.0 and output["scores"] == 1.0 and output["extra_logs"] == {"x": 1}
 
 
-def test_a_reward_of_zero_is_a_reward(tmp_path: Path) -> None:
-    assert answer(executor(tmp_path, "return {'rewards': 0.0}"))["reward"] == 0.0
-
-
 @pytest.mark.parametrize(
     "value", ["[0.5]", "torch.tensor([0.5])", "torch.tensor(0.5)", "numpy.float32(0.5)", "[[0.5]]"]
 )
@@ -67,54 +62,15 @@ def test_one_number_may_come_as_a_list_or_a_tensor(tmp_path: Path, value: str) -
     assert (output["reward"], output["scores"]) == (0.5, 0.5)
 
 
-NO_REWARDS = "it returned no 'rewards'"
-
-
 @pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        ("raise KeyError('no key')", "KeyError: 'no key' ({file}, line 2)"),
-        ("raise ValueError('two\\nlines')", "ValueError: two lines ({file}, line 2)"),
-        # Raised in the standard library; the line that a user can fix is the one that called it.
-        ("import json; json.loads('')", "JSONDecodeError: Expecting value: line 1 column 1 (char 0) ({file}, line 2)"),
-        ("import sys; sys.exit(3)", "RuntimeError: it called sys.exit(3) ({file}, line 2)"),
-        ("return {}", NO_REWARDS),
-        ("return {'scores': 1.0}", NO_REWARDS),
-        ("return {'rewards': None}", NO_REWARDS),
-        ("return None", "it returned None, not a dict with 'rewards'"),
-        ("return 0.0", "it returned 0.0, not a dict with 'rewards'"),
-        ("return '1.0'", "it returned '1.0', not a dict with 'rewards'"),
-        ("return [1.0] * 1000", f"it returned {str([1.0] * 1000)[:200]}, not a dict with 'rewards'"),
-        (
-            "return {'rewards': [1.0, 0.0]}",
-            "expected one finite float32 number for the one response, got 'rewards' '[1.0, 0.0]'",
-        ),
-        (
-            "return {'rewards': 'good'}",
-            "expected one finite float32 number for the one response, got 'rewards' 'good'",
-        ),
-        ("return {'rewards': []}", "expected one finite float32 number for the one response, got 'rewards' '[]'"),
-        (
-            "return {'rewards': 1, 'scores': {}}",
-            "expected one finite float32 number for the one response, got 'scores' '{{}}'",
-        ),
-        (
-            "return {'rewards': float('nan')}",
-            "expected one finite float32 number for the one response, got 'rewards' 'nan'",
-        ),
-        ("return {'rewards': 1e39}", "expected one finite float32 number for the one response, got 'rewards' '1e+39'"),
-        ("return {'rewards': 1e999}", "expected one finite float32 number for the one response, got 'rewards' 'inf'"),
-    ],
+    "body",
+    ["raise KeyError('no key')", "import sys; sys.exit(3)"]
+    + [f"return {value}" for value in ("None", "0.0", "{'scores': 1.0}", "{'rewards': [1.0, 0.0]}")]
+    + [f"return {{'rewards': {value}}}" for value in ("'good'", "float('nan')", "1e39")],
 )
-def test_a_reward_that_fails_stops_the_run_with_the_reason_and_the_prompt(
-    tmp_path: Path, body: str, reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = tmp_path / "reward.py"
-    with pytest.raises(TrainingStopped) as stopped:
+def test_a_reward_that_fails_stops_the_run(tmp_path: Path, body: str) -> None:
+    with pytest.raises(TrainingStopped, match="Could not get the reward of a response from .* Prompt: '2 . 2 = '$"):
         answer(executor(tmp_path, body))
-    sentence = f"Could not get the reward of a response from {file}: {reason.format(file=file)}. Prompt: '2 + 2 = '"
-    assert str(stopped.value) == sentence
-    assert "Failed to fetch reward" not in caplog.text  # upstream's line about each response
 
 
 def test_the_first_number_of_an_extra_log_is_logged(tmp_path: Path) -> None:
@@ -146,41 +102,11 @@ def test_a_reward_gets_responses_without_special_tokens_if_it_names_them(
     import_reward(str(path))
 
 
-@pytest.mark.parametrize("logs", ["['x']", "{'x': []}", "{'x': object}", "'x'"])
-def test_extra_logs_that_are_no_numbers_stop_the_run(tmp_path: Path, logs: str) -> None:
-    with pytest.raises(
-        TrainingStopped, match="Expected 'extra_logs' from .*reward.py to map each name to a number or a text, got"
-    ):
-        answer(executor(tmp_path, f"return {{'rewards': 1.0, 'extra_logs': {logs}}}"))
-
-
 @pytest.mark.parametrize("name", ["step", "kl", "reward", "response_length", "timing/mine", "entropy/all", "ended"])
 def test_extra_logs_under_the_name_of_another_metric_stop_the_run(tmp_path: Path, name: str) -> None:
     """A step's line has this field already, the KL controller would follow it, or a report would show it."""
     with pytest.raises(TrainingStopped, match=f"in the 'extra_logs' from .*reward.py, got {name}, which the run uses"):
         answer(executor(tmp_path, f"return {{'rewards': 1.0, 'extra_logs': {{'x': 1.0, '{name}': 2.0}}}}"))
-
-
-def test_a_reward_server_that_does_not_answer_is_named_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def no_pause(seconds: float) -> None:
-        pass
-
-    monkeypatch.setattr(asyncio, "sleep", no_pause)  # between upstream's attempts
-    with pytest.raises(TrainingStopped, match="from http://127.0.0.1:9/: RuntimeError: Request error for 5 times"):
-        answer(StrictRewardExecutor(["http://127.0.0.1:9/"], Patience()))
-
-
-def test_servers_that_take_turns_are_all_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Upstream does not say which of them it asked."""
-    executor = StrictRewardExecutor(["http://a/", "http://b/"], Patience())
-    fetched = asyncio.sleep(0, [{"rewards": None}])
-    monkeypatch.setattr(SingleTurnAgentExecutor, "_fetch_rewards_via_http", lambda *columns: fetched)
-    with pytest.raises(TrainingStopped, match="response from http://a/ or http://b/: it returned no 'rewards'"):
-        answer(executor)
-
-
-def test_without_a_reward_function_there_is_no_reward_to_wait_for() -> None:
-    assert answer(StrictRewardExecutor(None, Patience()))["reward"] is None
 
 
 OF_A_MODULE = {
@@ -271,12 +197,6 @@ def test_a_reward_that_raises_or_hangs_is_tried_again(
     assert answer(moody(tmp_path, again, failure, patience))["reward"] == 1.0
     said = capsys.readouterr().out.splitlines()
     assert said == [f"Warning: the reward from {tmp_path / 'reward.py'} failed and is tried again: {reason}"] * again
-
-
-def test_after_three_tries_a_reward_has_failed(tmp_path: Path) -> None:
-    with pytest.raises(RewardFailed, match=r"OSError: no connection \(.*reward.py, line 12\). Prompt: '2 \+ 2 = '"):
-        answer(moody(tmp_path, 3, "raise OSError('no connection')"))
-    assert (tmp_path / "reward.calls").read_text() == "xxx"
 
 
 def test_what_is_no_reward_is_a_mistake_and_not_tried_again(tmp_path: Path) -> None:

@@ -6,17 +6,15 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
 from vllm import SamplingParams
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.training.rollout import rollout_actor
-from openrlhf_gtpo.training.rollout.rewards import Patience, RewardFailed, StrictRewardExecutor
+from openrlhf_gtpo.training.rollout.rewards import Patience
 from openrlhf_gtpo.training.rollout.rollout_actor import EngineRestarted, StrictRolloutActor
 from openrlhf_gtpo.training.rows import Dropped, Row
 from tests.support.fake_engines import VOCABULARY, Engine, Executor, respond
@@ -98,27 +96,6 @@ def test_samples_of_a_prompt_do_not_share_their_sampling_parameters() -> None:
     assert sorted(asked) == [(5, 25, 1), (7, 23, 0.1), (10, 20, 1), (12, 18, 0.2), (15, 15, 1), (17, 13, 0.3)]
 
 
-def test_vllm_makes_no_text_and_no_answers_that_nobody_reads() -> None:
-    """An agent reads the text of whole answers; a single turn's reward gets prompt and response decoded together. vLLM
-    finds stop strings in the text."""
-    engine, asked = Engine(), []
-
-    async def answer(prompt: Any, params: Any, request_id: str) -> Any:
-        asked.append((params.output_kind, params.detokenize))
-        yield None
-
-    engine.llm.generate, params = answer, SamplingParams()
-    single_turn = StrictRewardExecutor(None, Patience())
-    for engine.executor, given in (
-        (Executor(), params),
-        (single_turn, params),
-        (single_turn, SamplingParams(stop="e")),
-    ):
-        asyncio.run(engine.generate([1], given))
-    assert asked == [(RequestOutputKind.FINAL_ONLY, with_text) for with_text in (True, False, True)]
-    assert params == SamplingParams(), "upstream's own object"
-
-
 def test_a_call_that_is_cancelled_leaves_the_tokenizer_to_the_others() -> None:
     engine = Engine()
 
@@ -147,20 +124,6 @@ def test_an_agent_whose_context_is_full_was_cut_off(tokens: int, actions: list[t
     assert row.truncated is cut and len(row.tokens) == len(row.mask) == min(tokens, 8)
 
 
-@pytest.mark.parametrize("left_out", [True, False])
-def test_an_agent_may_return_numpys_and_torchs_numbers_and_leave_out_what_upstream_lets_it(left_out: bool) -> None:
-    """A row's are Python's, which a checkpoint can hold."""
-    changed: dict[str, Any] = {"reward": torch.tensor([0.25]), "scores": np.float64(0.5)}
-    changed |= {"observation_tokens": np.array([1, 2]), "action_ranges": [(np.int64(1), np.int64(2))]}
-    changed |= {"rollout_log_probs": [np.float32(0.0), np.float32(-0.5)]}
-    changed |= {"extra_logs": {} if left_out else {"a": torch.tensor([[3.0]]), "b": np.float32(0.5), "c": [1], "d": 2}}
-    row = row_of(**changed)
-    assert (row.reward, row.score, row.truncated) == (0.25, 0.5, False)
-    assert row.log_probs is not None and [row.tokens.tolist(), row.log_probs.tolist()] == [[1, 2], [0.0, -0.5]]
-    assert row.logs == ({} if left_out else {"a": 3.0, "b": 0.5, "c": 1, "d": 2})
-    assert all(type(value) in (int, float) for value in (row.reward, row.score, *row.logs.values()))
-
-
 @pytest.mark.parametrize(
     ("changed", "what"),
     [
@@ -181,11 +144,6 @@ def test_an_agents_response_that_cannot_be_learned_from(changed: dict[str, Any],
         TrainingStopped, match=f"Expected --train.agent_func_path to return .* cannot be read .*Error: {what}"
     ):
         row_of(**changed)
-
-
-def test_an_agents_extra_logs_have_names_of_their_own() -> None:
-    with pytest.raises(TrainingStopped, match="in the 'extra_logs' from --train.agent_func_path, got step, which"):
-        row_of(extra_logs={"step": 2.0})
 
 
 # ── What fails ──
@@ -232,27 +190,6 @@ def test_a_mistake_drops_nothing_and_an_engine_that_died_neither(tries: int) -> 
         engine.llm.is_sleeping = dead
         with pytest.raises(raised):
             asyncio.run(respond(engine))
-
-
-@pytest.mark.parametrize(
-    ("failure", "sentence"),
-    [
-        (RewardFailed, "no reward for 1"),
-        (
-            ConnectionError,
-            rf"Could not get a response from {__file__}: ConnectionError: no reward for 1 \(.*fake_engines.py, line "
-            r"\d+\). Prompt: '1'",
-        ),
-    ],
-    ids=["reward", "agent"],
-)
-def test_without_restarts_the_first_failed_reward_or_agent_stops_the_run(
-    failure: type[Exception], sentence: str
-) -> None:
-    engine = failing(failure, Patience())
-    engine._agent_path = __file__
-    with pytest.raises(TrainingStopped, match=f"^{sentence}$"):
-        asyncio.run(respond(engine))
 
 
 def test_an_engine_that_was_started_again_does_not_sample_before_it_has_the_weights() -> None:
@@ -304,25 +241,6 @@ def test_a_request_has_the_engine_to_itself_on_a_cpu_under_full_determinism(
     given = {"max_num_seqs": 1, "max_num_batched_tokens": None} if is_alone else actor.engine_args
     assert {name: started[name] for name in given} == given
     assert started["enable_prefix_caching"] is not is_alone
-
-
-@pytest.mark.parametrize(
-    ("platform", "binding", "asked", "given"),
-    [
-        ("cpu", "nobind", "uni", rollout_actor.IN_ENGINE),
-        ("cpu", "auto", "uni", "uni"),
-        ("cpu", "nobind", "ray", "ray"),
-        ("cuda", "nobind", "uni", "uni"),
-    ],
-)
-def test_one_worker_is_in_the_engines_process_where_no_threads_are_bound(
-    monkeypatch: pytest.MonkeyPatch, platform: str, binding: str, asked: str, given: str
-) -> None:
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", binding)
-    started = engine_start(monkeypatch, platform)
-    actor = object.__new__(StrictRolloutActor)
-    asyncio.run(actor.__init__(distributed_executor_backend=asked))  # type: ignore[misc]
-    assert started["distributed_executor_backend"] == given
 
 
 def test_responses_that_are_paused_go_on_and_lose_their_cache() -> None:

@@ -136,13 +136,6 @@ def test_engines_have_about_as_much_to_do(monkeypatch: pytest.MonkeyPatch) -> No
     assert [len(handle.engine.seeds) for handle in sampler.engines] == [12, 12]
 
 
-def test_responses_that_log_different_things(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = answering(monkeypatch, lambda prompt: {"extra_logs": {"parsed": 1} if prompt == "2" else {}})
-    assert len(sampler.evaluate(1.0, samples=2)) == 12
-    with pytest.raises(TrainingStopped, match="the same names in every response's extra_logs.* only some have parsed"):
-        sampler.sample()
-
-
 # ── Seeds ──
 
 
@@ -160,12 +153,6 @@ def test_under_full_determinism_every_turn_of_every_row_has_a_seed_of_its_own(
     assert evaluations[0] == evaluations[1] and len(evaluations[0]) == 12
     assert not set(of_turns) & {seed for _, *turns in evaluations[0] for seed in turns}
     assert not set(of_turns) & {seed for _, *turns in seeds(other.sample().rows) for seed in turns}
-
-
-def test_otherwise_requests_are_left_to_the_engines_generator(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = sampling(monkeypatch, deterministic=False)
-    sampler.sample()
-    assert sampler.engines[0].engine.seeds == [None] * 24
 
 
 # ── What the filter drops ──

@@ -21,7 +21,6 @@ from openrlhf_gtpo.training.features.sampler_entropy.answers import ENTROPY_TAG,
 from openrlhf_gtpo.training.features.sampler_entropy.engine import SamplerEntropyInEngine
 from openrlhf_gtpo.training.features.sampler_entropy.vllm_sampler import SamplerV2, capture, sampled_logprobs
 from openrlhf_gtpo.training.rows import Row
-from openrlhf_gtpo.training.settings import guard
 from tests.support.fake_engines import Engine
 from tests.support.fake_engines import respond as ask
 
@@ -119,20 +118,6 @@ def test_every_entropy_survives_as_a_rank() -> None:
     found = torch.tensor(entropies(ranks))
     torch.testing.assert_close(
         found, torch.cat([values, torch.tensor([math.nan] * 2)]), rtol=0, atol=0, equal_nan=True
-    )
-
-
-def test_another_sampler_and_another_vllm_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Custom(Sampler):
-        pass
-
-    runner = SimpleNamespace(sampler=Custom())
-    named = capture(runner, 1.0, lambda: VERSION)
-    assert named is not None and named.endswith("Custom") and type(runner.sampler) is Custom
-    assert guard.why_no_sampler_entropy() is None
-    monkeypatch.setattr(guard.metadata, "version", lambda name: "0.30.1")
-    assert guard.why_no_sampler_entropy() == (
-        "entropies come only from the samplers of vLLM 0.29, and vLLM 0.30.1 is installed"
     )
 
 
@@ -246,17 +231,6 @@ def test_each_of_a_prompts_responses_has_its_own_answers() -> None:
     assert [row.values.entropy.tolist() for row in rows] == [[0, 0, 0.25]] * 3
 
 
-def test_evaluation_is_as_ever() -> None:
-    engine = TableEngine(FIRST, Turns([([1, 2], {})], [1, 2, 5, 6, 7], [(2, 5)]))
-    assert respond(engine, is_trained=False).values is None and engine.asked[0].logprobs is None
-
-
-def test_workers_are_asked_at_the_start_and_may_have_a_sampler_that_is_not_known() -> None:
-    assert TableEngine({}, None).captured == [("capture_entropy", TEMPERATURE)]
-    with pytest.raises(TrainingStopped, match="vLLM uses a.Custom here, .* give --rollout.entropy actor"):
-        TableEngine({}, None, uses="a.Custom")
-
-
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
@@ -305,17 +279,6 @@ def test_what_no_distribution_has_stops_the_run(said: tuple[float, float], got: 
         TrainingStopped,
         match=rf"entropy in \[0, 5.704\] .* got {got} for token 1 of 3 \(id 6\) in .* a response to prompt 0",
     ):
-        respond(engine)
-
-
-def test_an_answer_without_log_probs_stops_the_run() -> None:
-    engine = TableEngine(FIRST, Turns([([1, 2], {})], [1, 2, 5, 6], [(2, 4)]))
-
-    async def silent(prompt: Any, params: Any, request_id: str) -> Any:
-        yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[5, 6, 7], logprobs=None, routed_experts=None)])
-
-    engine.llm.generate = silent
-    with pytest.raises(TrainingStopped, match=r"got neither for token 0 of 3 \(id 5\) in an answer for a response to"):
         respond(engine)
 
 

@@ -1,7 +1,6 @@
 """Conversations: what the policy sampled is its actions, and nothing else has credit, wherever it ends."""
 
 import asyncio
-import re
 from contextvars import copy_context
 from copy import copy
 from pathlib import Path
@@ -14,10 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from openrlhf_gtpo.algorithms import GTPOConfig, gtpo_advantages
-from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.training.checks.reward import import_file
 from openrlhf_gtpo.training.controller.metrics import eval_metrics
-from openrlhf_gtpo.training.rollout.turns import Environment, TurnsExecutor, between_turns, template_variables
+from openrlhf_gtpo.training.rollout.turns import Environment, TurnsExecutor, template_variables
 from openrlhf_gtpo.training.rows import Row
 from tests.support import ROOT
 
@@ -256,16 +254,6 @@ def test_the_environments_tokens_have_no_part_in_credit(tokenizer: Any) -> None:
     assert torch.equal(again, advantages)
 
 
-def test_a_template_without_such_a_turn_is_refused(tokenizer: Any) -> None:
-    other = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
-    other.chat_template = "{{ messages[0].content }}"
-    with pytest.raises(UsageError, match="does not print the assistant's turn and that of tool once each"):
-        between_turns(other, "tool")
-    other.chat_template = "{{ raise_exception('no') }}"
-    with pytest.raises(UsageError, match="does not print a turn of tool: no"):
-        between_turns(other, "tool")
-
-
 AGENTS = ROOT / "examples" / "agents"
 
 
@@ -288,18 +276,6 @@ def played(name: str, *said: str, label: str = "84") -> tuple[list[str | None], 
     return asyncio.run(play())
 
 
-def test_the_calculator_computes_and_pays_for_an_answer() -> None:
-    assert played("calculator.py", "calculate: 12 * 7", "It is 84.") == (["The result is 84.", None], 1.0)
-    assert played("calculator.py", "calculate: 12 * 7") == (["The result is 84."], 0.0)
-    replies, reward = played("calculator.py", "calculate: __import__('os')", "calculate: 1/0", "calculate: 9**9", "83")
-    assert all(str(reply).startswith("That cannot be calculated") for reply in replies[:3]) and reward == 0.0
-
-
-def test_the_python_tool_runs_a_block(sandbox: None) -> None:
-    said = "```python\nprint(12 * 7)\n```\n", "```python\npass\n```\n", "84"
-    assert played("python_tool.py", *said) == (["84", "It printed nothing.", None], 1.0)
-
-
 def test_a_program_does_not_find_its_label(sandbox: None, tmp_path: Path) -> None:
     """Neither in the data set, nor in the run's output, nor in what the process that asked has."""
     tmp_path.chmod(0o755)
@@ -318,14 +294,3 @@ def test_a_program_does_not_find_its_label(sandbox: None, tmp_path: Path) -> Non
         ["looked", None],
         0.0,
     )
-
-
-def test_the_agent_of_the_documents_compares_numbers(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "agents.md").read_text("utf-8")
-    (tmp_path / "guess.py").write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])  # type: ignore[index]
-    executor: Any = import_file(str(tmp_path / "guess.py"), "--train.agent_func_path", "AgentExecutor")
-    for label in (12, "12"):
-        guess = executor.environment("?", label)
-        said = ["9", "Is it 100?", "no idea", "12."]
-        assert [asyncio.run(guess.reply(text)) for text in said] == ["higher", "lower", "higher", None]
-        assert asyncio.run(guess.score()) == (1.0, {"tries": 4.0, "last": "a text for dumps"})

@@ -182,13 +182,6 @@ class Starting:
         self._actor_id = b"\x01"
 
 
-def test_the_trainer_waits_for_engines_and_says_for_which(capsys: pytest.CaptureFixture[str]) -> None:
-    wait_for_engines([Starting(0.0), Starting(0.5), Starting(0.25)], report_every=0.1)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "The trainer is waiting for vLLM engines 1, 2 of 3: 0 s"
-    assert lines[-1] == "The trainer is waiting for vLLM engines 1 of 3: 0 s"
-
-
 @pytest.mark.usefixtures("brief_waits")
 def test_the_trainer_waits_for_an_engine_that_ray_starts_again() -> None:
     engine, again = Starting(0.0, ActorUnavailableError("it is being started", None)), Starting(0.1)
@@ -196,22 +189,6 @@ def test_the_trainer_waits_for_an_engine_that_ray_starts_again() -> None:
     engine.__ray_ready__ = SimpleNamespace(remote=lambda: answers.pop(0).remote())
     wait_for_engines([Starting(0.0), engine])
     assert not answers
-
-
-def test_an_engine_that_does_not_start_is_named_with_the_end_of_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        ray.util.state, "get_log", lambda actor_id, **how: [f":actor_name:{actor_id}\nloading\n\n9 %\n"]
-    )
-    with pytest.raises(
-        TrainingStopped, match=r"s 1, 2 of 3 .* did not start within 0 s; its log ends: loading \| 9 %$"
-    ):
-        wait_for_engines([Starting(0.0), Starting(None), Starting(None)], limit=0.2, report_every=0.1)
-    died = RuntimeError("died\nValueError: no kernel image")
-    with pytest.raises(TrainingStopped, match="engine 1 of 2 .* died 0 s after .*: no kernel image; its log ends"):
-        wait_for_engines([Starting(None), Starting(0.0, died)])
-    monkeypatch.setattr(ray.util.state, "get_log", None)
-    with pytest.raises(TrainingStopped, match="no kernel image; its node's Ray logs say why"):
-        wait_for_engines([Starting(0.0, died)])
 
 
 def test_no_group_is_joined_before_every_engine_is_there(

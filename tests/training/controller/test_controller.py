@@ -19,39 +19,6 @@ def lines(folder: Path, kind: str = names.KIND_TRAIN) -> list[dict[str, Any]]:
     return [row for row in rows if row["kind"] == kind]
 
 
-def rewarded(run: Any, rewards: list[list[float]], truncated: list[bool]) -> None:
-    """Have the engines' responses get ``rewards``, and be cut off, by steps."""
-    sample = run.sampler.sample
-
-    def change() -> Any:
-        rollout = sample()
-        for place, row in enumerate(rollout.rows):
-            row.reward = row.score = rewards[run.step][place % 3]
-            row.truncated = truncated[run.step]
-        return rollout
-
-    run.sampler.sample = change
-
-
-def test_a_warning_is_printed_when_it_begins_and_written_as_long_as_it_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = controller(monkeypatch, run_arguments(tmp_path), prompts=24)
-    learns, equal = [0.0, 1.0, 0.25], [0.0, 0.0, 0.0]
-    rewarded(run, [learns, equal, equal, equal, learns, equal], [False, False, True, False, False, False])
-    run.fit()
-    begun = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("Warning")]
-    assert begun == ["Warning, from step 2 on", "Warning, from step 3 on", "Warning, from step 6 on"]
-    rows = lines(tmp_path)
-    held = [sorted(name for name in row if name.startswith(names.WARNING_PREFIX)) for row in rows]
-    groups, truncated = "warning/groups", "warning/truncated"
-    assert held == [[], [groups], [groups, truncated], [groups], [], [groups]]
-    for row in rows:
-        phases = [row[names.timing(phase)] for phase in names.PHASES]
-        assert row[names.TIMING_STEP_TOTAL] == pytest.approx(sum(phases))
-        assert row[names.TOKENS_SAMPLED] == row[names.TOKENS_RESPONSE] == 12
-
-
 def test_tokens_that_a_filter_dropped_were_sampled_and_not_trained_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,13 +57,6 @@ def test_a_run_that_is_asked_to_stop_makes_no_further_step(tmp_path: Path, monke
     assert len(actors.trained) == 2 and list(actors.saved) == ["global_step2"]
 
 
-def test_a_run_that_cannot_save_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = controller(monkeypatch, run_arguments(tmp_path, "--ckpt.disable_ds"))
-    stop.stop_file(run.args).touch()
-    with pytest.raises(StoppedOnRequest, match="--ckpt.disable_ds leaves no checkpoint"):
-        run.save()
-
-
 def test_a_request_before_the_first_step_needs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     request = tmp_path / "request"
     run = controller(monkeypatch, run_arguments(tmp_path, "--ckpt.stop_file", str(request)), actors := Group())
@@ -97,16 +90,6 @@ def test_sigusr1_to_the_driver_is_a_request(tmp_path: Path, capsys: pytest.Captu
     shutil.rmtree(stop.stop_file(args).parent)
     os.kill(os.getpid(), signal.SIGUSR1)
     assert "SIGUSR1: the run goes on, as " in capsys.readouterr().err
-
-
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("a user's notes")
-    with pytest.raises(OSError, match=f"{tmp_path}/file"):
-        stop.prepare(arguments(tmp_path / "file" / "checkpoints"))
-    with pytest.raises(OSError, match=f"{tmp_path}/file"):
-        stop.prepare(arguments(tmp_path, tmp_path / "file" / "request"))
-    with pytest.raises(IsADirectoryError, match=str(tmp_path)):  # which would stop the run after its first step
-        stop.prepare(arguments(tmp_path, tmp_path))
 
 
 def test_the_driver_hands_the_request_on() -> None:

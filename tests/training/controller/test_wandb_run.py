@@ -91,27 +91,3 @@ def test_a_run_that_is_started_again_stays_one_wandb_run_without_repeated_steps(
     start(2, "train 1")
     others = {run: told for run, told in read(tmp_path).items() if run != first}
     assert [*others.values()] == [[("train", 1, 2.0)]]
-
-
-def test_a_copied_folder_and_the_users_own_id_are_other_wandb_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def open_run(folder: str, own: str | None = None) -> tuple[str, WandbRun]:
-        monkeypatch.setenv("WANDB_RUN_ID", own or "")
-        if own is None:
-            monkeypatch.delenv("WANDB_RUN_ID")
-        run = WandbRun(SimpleNamespace(ckpt=SimpleNamespace(path=str(tmp_path / folder))))
-        run.open()
-        return os.environ["WANDB_RUN_ID"], run
-
-    for folder in ("original", "copy"):
-        (tmp_path / folder).mkdir()
-    first, run = open_run("original")
-    assert run.takes("train", 1) and not run.takes("train", 1) and run.takes("eval", 1)
-    (tmp_path / "copy" / "wandb.json").write_bytes((tmp_path / "original" / "wandb.json").read_bytes())
-    again, run = open_run("original")
-    assert again == first and not run.takes("train", 1) and run.takes("train", 2)
-    other, run = open_run("copy")
-    assert other != first and run.takes("train", 1)
-    own, run = open_run("original", "mine")
-    assert own == "mine" and run.takes("train", 1)

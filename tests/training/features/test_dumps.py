@@ -1,6 +1,5 @@
 """Rollout dumps, written alongside training and never in its way, and replays of them."""
 
-import json
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -140,19 +139,6 @@ def test_a_dump_has_what_was_trained_on(tmp_path: Path, monkeypatch: pytest.Monk
         torch.tensor(columns["length_penalty"]),
     )
     torch.testing.assert_close(again, advantages)
-
-
-def test_a_dump_has_the_texts_of_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = rollout(seed=3)
-    rows = batch.rows()
-    rows[3].texts = {"parsed": "三"}
-    for step, of_step in ((1, batch.rows()), (2, rows)):
-        run = Run(batch, dump_arguments(tmp_path, *DYNAMIC), monkeypatch)
-        run.make(step, of_step)
-        run.dumper.end()
-    without, dump = (read_dump(path).columns["texts"] for path in find_dumps(tmp_path))
-    assert without is None
-    assert [json.loads(text) for text in dump] == [{"parsed": "三"} if row == 3 else {} for row in range(20)]
 
 
 @pytest.mark.parametrize("source", ["actor", "sampler"])
@@ -338,21 +324,6 @@ def test_rows_that_wait_for_the_critic_take_no_ratios_of_another_step(
         run.dumper.end()
     assert numbers == [[None] * 20, [None] * 20, list(range(20))]
     assert [read_dump(path).columns["ratio"] is None for path in find_dumps(tmp_path)] == [True, True, False]
-
-
-def test_an_estimator_of_upstream_has_a_dump_without_entropies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dumped(rollout(), tmp_path, monkeypatch, "--algo.advantage.estimator", "group_norm")
-    dump = read_dump(find_dumps(tmp_path)[0])
-    assert dump.columns["entropy"] is None and dump.settings["config"] is None
-    assert dump.columns["advantages"].values.any()
-
-
-def test_every_nth_step_is_dumped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for step in range(1, 7):
-        dumped(rollout(), tmp_path, monkeypatch, "--logger.dump_rollouts", "3", steps=(step,))
-    assert [path.name for path in find_dumps(tmp_path)] == ["step_000003.parquet", "step_000006.parquet"]
 
 
 def test_a_dump_that_fails_is_a_warning(

@@ -14,7 +14,6 @@ from openrlhf_gtpo.algorithms import error_budget
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.token_values import TokenValues
 from openrlhf_gtpo.training.credit.experiences import ExperienceMaker
-from openrlhf_gtpo.training.features.fp8_audit import FP8Audit
 from openrlhf_gtpo.training.features.fp8_audit import controller as module
 from openrlhf_gtpo.training.features.fp8_audit.controller import FP8AuditInController
 from tests.support.rollouts import Rollout, arguments, in_sampling_order, maker, rollout
@@ -114,18 +113,6 @@ def test_an_audit_compares_row_with_row(
         assert torch.equal(in_sampling_order(experiences, name, width), in_sampling_order(untouched, name, width))
 
 
-def test_every_third_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    argv = ("--algo.advantage.estimator", "gtpo", "--megatron.fp8_audit_steps", "3")
-    made = Maker(*argv, monkeypatch=monkeypatch)
-    policy = made.policy
-    audited = []
-    for _ in range(7):
-        made.make()
-        audited.append(names.FP8_IN_USE in made.metrics)
-    assert audited == [True, False, False, True, False, False, True]
-    assert policy.told == [True, False] * 3 and policy.forwards == 7 + 3
-
-
 @pytest.mark.parametrize("layout", [(), SHUFFLED])
 def test_the_gate_closes_for_the_batch_that_it_is_for_and_opens_again(
     layout: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -159,12 +146,3 @@ def test_the_gate_closes_for_the_batch_that_it_is_for_and_opens_again(
     assert made.metrics["fp8/sign_flips"] == 0 and made.metrics[names.FP8_IN_USE] == 1
     made.make()
     assert "entropies are FP8's again" in capsys.readouterr().out
-
-
-def test_without_fp8_nobody_is_told() -> None:
-    for argv, is_on in (
-        (("--algo.advantage.estimator", "gtpo"), False),
-        (("--algo.advantage.estimator", "gtpo", *FP8), True),
-        (("--algo.advantage.estimator", "group_norm", *FP8), False),  # asks for no entropies
-    ):
-        assert FP8Audit(arguments(*argv)).is_on() == is_on

@@ -7,61 +7,12 @@ from typing import Any
 
 import pytest
 
-from openrlhf_gtpo.lora import LoraOptions
-from openrlhf_gtpo.training import host, run
+from openrlhf_gtpo.training import run
 from tests.support.command_lines import argv_of, assert_names
 from tests.support.families import SHALLOW, make_checkpoint
 from tests.training.checks.conftest import command, model  # noqa: F401  # fixtures
 
 LORA = {"--ds.lora.rank": 8, "--actor.adam.lr": 1e-5}
-
-
-@pytest.mark.parametrize(
-    ("given", "targets"),
-    [
-        ({}, ("all-linear",)),
-        ({"--ds.lora.target_modules": "all-linear"}, ("all-linear",)),
-        ({"--ds.lora.target_modules": ["q_proj", "v_proj"]}, ("q_proj", "v_proj")),
-    ],
-)
-def test_the_word_for_all_matrices_is_a_word(
-    command: dict[str, Any], given: dict[str, Any], targets: tuple[str, ...]  # noqa: F811
-) -> None:
-    args = run.parse(argv_of(command | LORA | {"--ds.lora.alpha": 32} | given))
-    assert args.actor.lora == LoraOptions(8, 32, targets) and args.actor.lora.scale == 4
-    assert args.ds.lora.target_modules == ("all-linear" if targets == ("all-linear",) else list(targets))
-    run.check(args)
-
-
-def test_the_reference_takes_no_gpu(command: dict[str, Any]) -> None:  # noqa: F811
-    kl = {"--algo.kl.init_coef": 0.01, "--algo.kl.use_loss": True}
-    assert host.gpus_of(run.parse(argv_of(command | kl))).reference == 1
-    assert host.gpus_of(run.parse(argv_of(command | kl | LORA))).reference == 0
-
-
-@pytest.mark.parametrize(
-    ("changes", "names"),
-    [
-        ({"--ds.lora.target_modules": ["q_proj", "lm_head"]}, "--ds.lora.target_modules lm_head"),
-        ({"--ds.lora.target_modules": "embed_tokens"}, "--ds.lora.target_modules embed_tokens"),
-        ({"--ds.lora.target_modules": ["q_proj", "q_porj"]}, "--ds.lora.target_modules q_porj v_proj"),
-        ({"--ds.lora.dropout": 0.1}, "--ds.lora.dropout"),
-        ({"--actor.backend": "megatron", "--megatron.fp8": "emulated"}, "--megatron.fp8 --ds.lora.rank"),
-        ({"--train.enable_ema": True}, "--train.enable_ema --ds.lora.rank"),
-        ({"--actor.optim": "muon", "--ds.zero_stage": 2}, "--actor.optim --ds.lora.rank"),
-        ({"--algo.advantage.estimator": "gae"}, "--ds.lora.rank critic"),
-        ({"--vllm.sync_with_ray": True}, "--vllm.sync_with_ray --ds.lora.rank"),
-        ({"--ds.param_dtype": "fp16"}, "--ds.param_dtype --ds.lora.rank"),
-        ({"--ds.load_in_4bit": True}, "--ds.load_in_4bit"),
-        ({"--rollout.routing_replay": "on"}, "--rollout.routing_replay --actor.backend deepspeed"),
-        ({"--ds.use_universal_ckpt": True}, "--ds.use_universal_ckpt --ds.lora.rank"),
-    ],
-    ids=str,
-)
-def test_what_adapters_do_not_go_with(
-    refused: Callable[..., str], changes: dict[str, Any], names: str, no_engine: None
-) -> None:
-    assert_names(refused(LORA | changes), names)
 
 
 @pytest.mark.parametrize(
@@ -94,14 +45,6 @@ def test_of_a_mixture_what_is_not_routed_is_adapted(
     else:
         run.check(run.parse(argv_of(command | LORA | changes)))
         assert "experts and routers of a mixture get no adapters" in capsys.readouterr().err
-
-
-def test_a_small_learning_rate_is_named(
-    command: dict[str, Any], capsys: pytest.CaptureFixture[str], no_engine: None  # noqa: F811
-) -> None:
-    for rate, named in ((1e-6, True), (1e-5, False)):
-        run.check(run.parse(argv_of(command | LORA | {"--actor.adam.lr": rate})))
-        assert ("--actor.adam.lr" in capsys.readouterr().err) == named
 
 
 def test_another_base_is_refused_before_anything_starts(

@@ -181,9 +181,3 @@ def test_mixtures_have_it_by_default(experts: int, command: dict[str, Any]) -> N
     if not experts:
         with pytest.raises(UsageError, match="the model has no experts"):
             RoutingReplay(args).check(checkpoint)
-
-
-def test_a_dense_checkpoint_is_known(command: dict[str, Any], model: Any) -> None:  # noqa: F811
-    args = run.parse(argv_of({**command, **MEGATRON}))
-    RoutingReplay(args).check(Model(str(model), "--actor.model_name_or_path"))
-    assert not args.rollout.replays_routes

@@ -9,7 +9,6 @@ import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 
 from openrlhf_gtpo.algorithms import ESTIMATORS
-from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.token_values import TokenValues
 from openrlhf_gtpo.training.credit.experiences import ExperienceMaker
@@ -231,14 +230,6 @@ def test_missing_values_are_the_actors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.policy.forwards == 1 and made.metrics[names.SAMPLER_MISSING] == 0
 
 
-def test_too_many_missing_values_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = rollout()
-    actions = int(batch.mask.sum())
-    made = Maker(monkeypatch, batch, *GTPO)
-    with pytest.raises(TrainingStopped, match=f"^4 of the {actions} tokens to train on .* --rollout.entropy actor.$"):
-        made.make(samples(holed(batch, 4)))
-
-
 # ── Audits ──
 
 
@@ -261,26 +252,6 @@ def test_an_audit_measures_what_a_loop_does(monkeypatch: pytest.MonkeyPatch) -> 
     assert found["rollout/log_prob_diff_mean"] == pytest.approx(sum(log_probs) / len(log_probs))
     assert found["rollout/advantage_sign_flips"] == pytest.approx(flips / with_credit) and flips
     assert -1 <= found["rollout/share_rank_correlation"] < 1 and found[names.SAMPLER_IN_USE] == 1
-
-
-def test_every_third_batch_is_audited(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = rollout()
-    made = Maker(monkeypatch, batch, *GTPO, "--rollout.entropy_audit_steps", "3")
-    audited, asked = [], []
-    for _ in range(7):
-        experiences = made.make(samples(batch))
-        audited.append(names.SAMPLER_IN_USE in made.metrics)
-        asked.append(made.policy.forwards)
-        assert all(experience.action_log_probs is None for experience in experiences)
-    assert audited == [True, False, False, True, False, False, True] and asked == [1, 1, 1, 2, 2, 2, 3]
-
-
-def test_without_credit_there_is_nothing_to_audit(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = rollout()
-    argv = ("--algo.advantage.estimator", "group_norm", "--logger.entropy_enable", *SAMPLER)
-    made = Maker(monkeypatch, batch, *argv)
-    made.make(samples(batch))
-    assert made.policy.forwards == 0 and names.SAMPLER_IN_USE not in made.metrics
 
 
 def test_a_stale_engine_closes_the_gate_until_it_has_new_weights(
@@ -312,9 +283,3 @@ def test_a_gate_that_was_closed_opens_in_a_run_without_audits(monkeypatch: pytes
     made.sampler.restore({"audit": (3, True)}, 3)
     made.make(samples(rollout()))
     assert made.policy.forwards == 0 and not made.sampler.audit.closed
-
-
-def test_a_rollout_without_the_samplers_values_is_not_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Maker(monkeypatch, rollout(), *GTPO)
-    with pytest.raises(TrainingStopped, match="tokens to train on .* have no entropy from vLLM's sampler"):
-        made.make(rollout().rows())
