@@ -40,19 +40,6 @@ def test_forking_tokens_are_the_most_uncertain_of_the_batch(seed, percent):
     assert kept.dtype == torch.bool and not kept[~mask].any()
 
 
-def test_forking_tokens_keeps_a_fifth_by_default():
-    entropy = torch.randperm(100).float().reshape(5, 20)
-    kept = forking_token_mask(entropy, torch.ones(5, 20, dtype=torch.bool))
-    assert torch.equal(kept, entropy >= 80)
-    # 0.1 * 30 counts as 3, whatever binary fractions make of it
-    assert forking_token_mask(entropy[:2, :15], torch.ones(2, 15, dtype=torch.bool), 0.1).sum() == 3
-
-
-def test_forking_tokens_of_nothing():
-    mask = torch.zeros(2, 3, dtype=torch.bool)
-    assert torch.equal(forking_token_mask(torch.full((2, 3), float("nan")), mask), mask)
-
-
 def test_bonus_equals_the_formula_and_keeps_the_sign():
     entropy, mask, _, _ = ragged_batch(0)
     advantages = torch.randn(mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -138,29 +125,6 @@ def test_an_estimator_that_leaves_tokens_out_says_so(name):
     advantages, mask = estimator.advantages(*batch, estimator.config()), batch[1]
     credited = (advantages != 0).any(dim=1)
     assert estimator.leaves_out == bool(((advantages == 0) & mask)[credited].any())
-
-
-def test_refusals():
-    entropy, mask, _, _ = ragged_batch(0)
-    with pytest.raises(ValueError, match="dtype torch.int32, but it must be"):
-        forking_token_mask(entropy, mask.int())
-    advantages = torch.ones_like(entropy)
-    with pytest.raises(ValueError, match="entropy has shape"):
-        entropy_advantage_bonus(advantages, entropy[:, 1:], mask, 0.4, 2.0)
-    for config, values in (
-        (ForkingTokensConfig, {"top_fraction": 0.0}),
-        (ForkingTokensConfig, {"top_fraction": 1.5}),
-        (ForkingTokensConfig, {"top_fraction": float("nan")}),
-        (EntropyBonusConfig, {"alpha": -1.0}),
-        (EntropyBonusConfig, {"kappa": 1.0}),
-    ):
-        with pytest.raises(ValueError, match=f"^{next(iter(values))}="):
-            config(**values)
-    entropy[1, int(mask[1].nonzero()[0])] = float("inf")
-    with pytest.raises(ValueError, match="entropy of row 1 is inf"):
-        entropy_advantage_bonus(advantages, entropy, mask, 0.4, 2.0)
-    with pytest.raises(ValueError, match="entropy of row 1 is inf"):
-        forking_token_mask(entropy, mask)
 
 
 @pytest.mark.parametrize("value", [0.2, 0.3, 0.1 * 3, 1.0, 1e8, -1e8])

@@ -90,12 +90,6 @@ def test_where_nobody_has_credit_nothing_flips() -> None:
     assert found.sign_flips == 0 and found.advantage_error_mean == 0 and found.entropy_error_mean > 0.1
 
 
-def test_no_action_is_refused() -> None:
-    exact, mask = batch()
-    with pytest.raises(ValueError, match="no action token"):
-        error_budget(exact, exact, mask & False, lambda h: h, lambda h: h)
-
-
 @settings(max_examples=100, deadline=None)
 @given(pairs=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=2, max_size=30))
 def test_rank_correlation_is_that_of_a_loop(pairs: list[tuple[int, int]]) -> None:

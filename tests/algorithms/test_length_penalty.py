@@ -30,20 +30,6 @@ def test_the_forms_differ_by_a_jump_at_the_hard_limit():
     torch.testing.assert_close(length_penalty(lengths, 6, 10, "as_printed"), torch.tensor([-0.4, -1.0]))
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (([3], 10, 10), "soft_limit=10, hard_limit=10"),
-        (([3], 11, 10), "use 0 <= soft_limit < hard_limit"),
-        (([3], -1, 10), "soft_limit=-1"),
-    ],
-)
-def test_refusals(arguments, message):
-    lengths, *rest = arguments
-    with pytest.raises(ValueError, match=message):
-        length_penalty(torch.tensor(lengths), *rest)
-
-
 @pytest.mark.parametrize("size", [1, 2, 4, 7, 8])
 def test_group_relative_penalty_is_the_loops(size):
     """With every number of right responses, groups shuffled, lengths that tie, and rows without tokens."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -231,51 +230,6 @@ def test_nothing_and_the_far_off_policy_stay_finite(name):
     surrogate, gradient = run(name, (new, old, advantages, mask), config)
     assert surrogate.loss.isfinite().all() and gradient.isfinite().all()
     assert surrogate.loss.dtype == torch.float32
-
-
-@pytest.mark.parametrize("name", SURROGATES)
-def test_refusals_name_what_does_not_fit(name):
-    new, old, advantages, mask = make_batch(9, "sequence")
-    config = SURROGATES[name].config()
-    read = context(name, (new, old, advantages, mask))
-    loss = partial(SURROGATES[name].loss, **read)
-    with pytest.raises(ValueError, match="dtype torch.int32, but it must be"):
-        loss(new, old, advantages, mask.int(), config)
-    broken = old.clone()
-    broken[1, int(mask[1].nonzero()[0])] = float("inf")
-    with pytest.raises(ValueError, match="old_log_probs of row 1 is inf"):
-        loss(new, broken, advantages, mask, config)
-    if SURROGATES[name].level == "sequence":
-        with pytest.raises(ValueError, match="advantages of row"):
-            loss(*make_batch(9, "token"), config)
-
-
-@pytest.mark.parametrize(
-    ("config", "values"),
-    [
-        (GSPOTokenConfig, {"clip_low": 1.5}),
-        (CISPOConfig, {"clip_high": -0.1}),
-        (SAPOConfig, {"tau_positive": 0.0}),
-        (SAPOConfig, {"tau_negative": math.inf}),
-        (ClipCovConfig, {"fraction": 0.0}),
-        (ClipCovConfig, {"cov_high": 0.5}),
-        (ClipCovConfig, {"clip_low": 2.0}),
-        (KLCovConfig, {"fraction": 1.1}),
-        (KLCovConfig, {"coef": -1.0}),
-        (STAREConfig, {"fraction": 0.0}),
-        (STAREConfig, {"weight_positive": 0.9}),
-        (STAREConfig, {"weight_negative": 1.1}),
-        (STAREConfig, {"target_entropy": -0.1}),
-        (HAPOConfig, {"pivot": 1.1}),
-        (HAPOConfig, {"redistribution": 1.5}),
-        (HTPOConfig, {"forking_fraction": 0.0}),
-        (HTPOConfig, {"difficulty_threshold": 1.5}),
-    ],
-    ids=str,
-)
-def test_settings_out_of_range_are_named(config, values):
-    with pytest.raises(ValueError, match=f"^{next(iter(values))}=.* is out of range"):
-        config(**values)
 
 
 @pytest.mark.parametrize("value", [0.2, 0.3, 1e8])

@@ -1,10 +1,7 @@
 """Which checkpoints of a folder are removed, in which order; a crash at any moment leaves a readable latest one."""
 
 import errno
-import json
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -169,53 +166,6 @@ def test_a_path_may_be_a_checkpoint_or_the_folder_of_several(tmp_path: Path) -> 
             checkpoint_folder.resolve(path)
 
 
-def test_weights_alone_do_not_resume_a_training_run(tmp_path: Path) -> None:
-    write_manifest(tmp_path, {"model": {}, "dtype": "float32", "optimizer": False})
-    check_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match="has weights and no optimizer state"):
-        check_checkpoint(tmp_path, for_training=True)
-
-
-def test_the_driver_asks_without_megatron_or_torch() -> None:
-    program = (
-        "import openrlhf_gtpo.checkpoints.folder, sys; "
-        "print({'torch', 'megatron', 'transformers'} & {name.split('.')[0] for name in sys.modules})"
-    )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert ended.stdout.strip() == "set()"
-
-
-def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_folder, "FORMAT", 3)
-    path = write(tmp_path, "t0")
-    monkeypatch.undo()
-    with pytest.raises(
-        CheckpointError, match="has checkpoint format 3, and this version of openrlhf_gtpo reads for"
-    ) as e:
-        check_checkpoint(path)
-    assert str(e.value).endswith("; go on with the version that wrote it, or from another checkpoint.")
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"files": ["shard"]},
-        {"files": {"shard": 10}},
-        {"files": {"shard": {}}},
-        {"files": {"/dev/zero": {"size": 0, "xxh3": ""}}},
-        {"files": {"../t0/shard": {"size": 10}}},
-        {"model": [0.0]},
-        {"dtype": None},
-    ],
-)
-def test_a_manifest_of_another_form_is_no_checkpoints(tmp_path: Path, damage: dict) -> None:
-    manifest = write(tmp_path, "t0") / checkpoint_folder.MANIFEST
-    contents = json.loads(manifest.read_text()) | damage
-    manifest.write_text(json.dumps({name: value for name, value in contents.items() if value is not None}))
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        check_checkpoint(tmp_path / "t0")
-
-
 def test_the_newest_whole_one_is_found_without_latest(tmp_path: Path) -> None:
     assert newest_whole(tmp_path / "none") is None and candidate([tmp_path / "none"]) is None
     for tag in ("t5", "t10", "t7"):  # in the order of writing, in which numbers may go back
@@ -290,20 +240,6 @@ def damaged(tmp_path: Path) -> Path:
     manifest.write_text("{")
     os.utime(manifest.parent)  # which its age is now taken from
     return manifest
-
-
-def test_a_warning_says_what_was_wrong_and_where_it_is_now(
-    lone_rank: None, damaged: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from openrlhf_gtpo.checkpoints.together import choose
-
-    folder = damaged.parent
-    assert choose([folder.parent]) == folder.with_name("t1")
-    said = (
-        f"Warning: {damaged} cannot be read (JSONDecodeError); use another checkpoint; it is now {folder}.corrupt. "
-        "Trying the one before it.\n"
-    )
-    assert capsys.readouterr().out.startswith(said)
 
 
 def test_a_folder_in_which_nothing_can_be_set_aside(

@@ -1,7 +1,6 @@
 """FP8 is refused on a device, build or width that cannot do it, and on no other; Megatron knows the fields it sets."""
 
 import dataclasses
-import importlib.metadata
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +14,6 @@ from openrlhf_gtpo.megatron.fp8.options import (
     RECIPES,
     Fp8Options,
     check_fp8,
-    check_fp8_host,
-    check_transformer_engine,
 )
 from openrlhf_gtpo.megatron.parallel.layout import Layout, LayoutError
 
@@ -50,97 +47,6 @@ def refusal(options: Fp8Options, config: SimpleNamespace, layout: Layout, *, cud
 def test_a_32b_model_fits_at_every_legal_size(recipe: str, size: int) -> None:
     layout = Layout(tensor_model_parallel_size=size, pipeline_model_parallel_size=2)
     check_fp8(Fp8Options("hybrid", recipe), model(), layout, cuda=True)
-
-
-def test_widths_that_do_not_come_in_blocks() -> None:
-    smollm2 = model(
-        model_type="llama", hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3
-    )
-    message = refusal(Fp8Options("e4m3", "blockwise"), smollm2, Layout())
-    assert "multiples of 128, and hidden_size is 576" in message and "use another recipe" in message
-    check_fp8(Fp8Options("e4m3", "tensorwise"), smollm2, Layout(), cuda=True)
-    check_fp8(Fp8Options("emulated", "blockwise"), smollm2, Layout(), cuda=False)
-    narrow = model(intermediate_size=27648 // 8)  # 27 blocks, which 2 ranks cannot share evenly
-    message = refusal(Fp8Options("hybrid", "blockwise"), narrow, Layout(tensor_model_parallel_size=2))
-    assert "the MLP's columns on a rank is 1728" in message and message.endswith(
-        "tensor_model_parallel_size can be 1."
-    )
-
-
-def test_only_the_emulation_runs_without_cuda() -> None:
-    for mode in ("hybrid", "e4m3"):
-        assert "fp8 emulated" in refusal(Fp8Options(mode), model(), Layout(), cuda=False)
-    check_fp8(Fp8Options("emulated"), model(), Layout(), cuda=False)
-
-
-def test_a_mixture_of_experts_is_refused() -> None:
-    assert "does not cover the experts" in refusal(Fp8Options("emulated"), model(model_type="qwen3_moe"), Layout())
-
-
-def test_layers_in_bf16() -> None:
-    options = Fp8Options("hybrid", "tensorwise", 2, 1)
-    check_fp8(options, model(), Layout(), cuda=True)
-    assert [layer for layer in range(6) if options.covers(layer, 6)] == [2, 3, 4]
-    assert "is not between 0 and the 32 layers" in refusal(
-        Fp8Options("hybrid", "tensorwise", 33), model(), Layout(pipeline_model_parallel_size=2)
-    )
-    assert "-1 is not between" in refusal(Fp8Options("hybrid", "tensorwise", 0, -1), model(), Layout())
-    assert "leave none of this model's 64 layers" in refusal(
-        Fp8Options("emulated", "delayed", 60, 4), model(), Layout()
-    )
-    for mode in ("hybrid", "emulated"):  # whose scales would be in only some of the layers that Megatron saves as one
-        assert "use tensorwise or blockwise" in refusal(Fp8Options(mode, "delayed", 1), model(), Layout())
-
-
-@pytest.mark.parametrize(
-    ("recipe", "capability", "cuda"),
-    [
-        ("delayed", ADA, (12, 1)),
-        ("tensorwise", HOPPER, (12, 4)),
-        ("blockwise", HOPPER, (12, 9)),
-        ("blockwise", HOPPER, (13, 0)),
-        ("tensorwise", BLACKWELL, (13, 0)),
-    ],
-)
-def test_devices_that_can(recipe: str, capability: tuple[int, int], cuda: tuple[int, int]) -> None:
-    check_fp8_host(Fp8Options("hybrid", recipe), capability, cuda)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "capability", "cuda", "message"),
-    [
-        ("blockwise", HOPPER, (12, 8), "the recipes that run here are: delayed, tensorwise."),
-        ("blockwise", ADA, (13, 0), "needs compute capability 9.0"),
-        (
-            "blockwise",
-            BLACKWELL,
-            (13, 0),
-            "as MXFP8, with powers of two only; the recipes that run here are: ",
-        ),
-        ("blockwise", (12, 0), (13, 0), "(compute capability 12.0)"),
-        ("delayed", BLACKWELL, (11, 8), "no recipe runs here."),
-        ("delayed", AMPERE, (13, 0), "no recipe runs here."),
-    ],
-)
-def test_devices_and_builds_that_cannot(recipe: str, capability: Any, cuda: Any, message: str) -> None:
-    with pytest.raises(LayoutError) as caught:
-        check_fp8_host(Fp8Options("hybrid", recipe), capability, cuda)
-    assert message in str(caught.value)
-
-
-def test_a_host_without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A version that Megatron does not ask for may work all the same."""
-
-    def missing(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr("importlib.metadata.version", missing)
-    with pytest.raises(
-        LayoutError, match="needs Transformer Engine, .* setup_env.sh --cuda --with-kernels compiles it"
-    ):
-        check_transformer_engine("delayed")
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.12.0")
-    check_transformer_engine("delayed")
 
 
 def test_megatron_knows_the_fields() -> None:

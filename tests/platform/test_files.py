@@ -2,13 +2,8 @@
 sentence says what is missing."""
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
-from threading import Thread
 
 import pytest
 import torch
@@ -22,85 +17,6 @@ COMMIT = "0" * 40
 SHARDS = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
 FILES = dict.fromkeys(["config.json", "tokenizer.json", *SHARDS.values()], "{}")
 FILES |= {INDEX: json.dumps({"weight_map": SHARDS})}
-UNREAD = dict.fromkeys(["consolidated.safetensors", "original/model.safetensors", "pytorch_model.bin", "a.py"], "")
-
-
-@pytest.fixture
-def hub() -> Iterator[tuple[str, list[str]]]:
-    """The address of a Hub that has only the model ``someone/something``, and the files that it was asked for."""
-    asked: list[str] = []
-
-    class Hub(BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
-            self.do_GET()
-
-        def do_GET(self) -> None:
-            path, text, status = self.path.partition("?")[0], "", 200
-            there = FILES | UNREAD
-            if path == "/api/models/someone/something/revision/main":
-                asked.append("what there is")
-                text = json.dumps({"id": "someone/something", "sha": COMMIT, "siblings": []})
-            elif path.startswith(f"/api/models/someone/something/tree/{COMMIT}"):
-                text = json.dumps(
-                    [
-                        {"type": "file", "path": name, "size": len(there[name]), "oid": f"{n:040}"}
-                        for n, name in enumerate(there)
-                    ]
-                )
-            elif path.startswith(f"/someone/something/resolve/{COMMIT}/"):
-                name = path.split("/", 5)[5]
-                text = there[name]
-                if self.command == "GET":
-                    asked.append(name)
-            else:
-                status = 404
-            self.send_response(status)
-            if status == 404:
-                self.send_header("X-Error-Code", "RepoNotFound")
-            elif "/resolve/" in path:
-                self.send_header("X-Repo-Commit", COMMIT)
-                self.send_header("ETag", f'"{list(there).index(name):040}"')
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(text.encode())
-
-        def log_message(self, *args: object) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}", asked
-    server.shutdown()
-    server.server_close()
-
-
-PROGRAM = """
-import sys
-from openrlhf_gtpo.platform.files import model_folder
-try:
-    print(model_folder(sys.argv[1]))
-    assert model_folder(sys.argv[1]) == model_folder(sys.argv[1])
-except ValueError as error:
-    print(error)
-"""
-
-
-def test_processes_fetch_a_model_once_and_nothing_that_is_not_read(hub: tuple[str, list[str]], tmp_path: Path) -> None:
-    address, asked = hub
-    environment = os.environ | {"HF_ENDPOINT": address, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "0"}
-
-    def start(name: str) -> subprocess.Popen:
-        return subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, name], env=environment, stdout=subprocess.PIPE, text=True
-        )
-
-    processes = [start(name) for name in ("someone/something", "someone/something", "someone/nothing")]
-    first, second, unknown = (process.communicate()[0].strip() for process in processes)
-    assert first == second and sorted(file.name for file in Path(first).iterdir()) == sorted(FILES)
-    assert sorted(asked) == sorted([*FILES, *["what there is"] * 2])
-    assert unknown.startswith("someone/nothing is not a folder on ")
-    assert "Repository Not Found" in unknown
 
 
 @pytest.fixture
@@ -142,20 +58,6 @@ def test_a_part_of_a_model_is_no_model(cached: Callable[..., Path], names: tuple
     assert f"lack {missing}; fetch them where there is a network (hf download someone/something)" in str(refusal.value)
     (folder / INDEX).write_text('{"weight_map": ')
     with pytest.raises(UsageError, match=f"{folder}: {INDEX} cannot be read: Expecting value"):
-        model_folder("someone/something")
-
-
-def test_a_model_that_is_neither_here_nor_cached(
-    cached: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    with pytest.raises(UsageError, match="someone/something .*HF_HUB_OFFLINE"):
-        model_folder("someone/something")
-    with pytest.raises(UsageError, match="Repo id must"):
-        model_folder(tmp_path / "nowhere")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr("huggingface_hub.hf_api.ENDPOINT", "http://127.0.0.1:9", raising=False)
-    with pytest.raises(UsageError, match="someone/something .*refused"):
         model_folder("someone/something")
 
 

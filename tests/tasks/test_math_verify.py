@@ -352,34 +352,9 @@ def test_a_tables_cells_are_text(tmp_path):
     assert [row["label"] for row in _rows(tmp_path / "out" / "train.jsonl")] == ["007", "3.140"]
 
 
-@pytest.mark.parametrize("problem", [7, {"a": "b"}, ["text"], [{"role": "user"}]], ids=str)
-def test_a_problem_is_text_or_messages(tmp_path, problem):
-    with pytest.raises(ValueError, match="^row 1 has the problem .*; expected a text, or chat messages"):
-        write_math_files([{"problem": problem, "answer": "2"}], tmp_path / "out")
-
-
 def test_nested_columns_and_messages_are_taken_as_they_are(tmp_path):
     chat = [{"role": "user", "content": "Solve 2x = 4."}]
     source = _source(tmp_path, [{"prompt": chat, "reward_model": {"ground_truth": "2"}}])
     keys = ["--problem-key", "prompt", "--answer-key", "reward_model.ground_truth"]
     assert main(["math", "--source", source, *keys, "--output", str(tmp_path / "out")]) == 0
     assert _rows(tmp_path / "out" / "train.jsonl") == [{"input": chat, "label": "2"}]
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (["--source", "missing.jsonl"], "--source missing.jsonl does not exist"),
-        (["--problem-key", "question"], "row 1 has no column question; it has problem, answer"),
-        (["--config", "zz"], "source.jsonl is a file, of which no --config zz is read; leave it out"),
-        (["--split", "test"], "source.jsonl is a file, of which no --split test is read; leave it out"),
-        (["--eval-size", "2"], "leaves nothing to train on: 2 problems"),
-        (["--eval-size", "-1"], "Expected --eval-size >= 0, got -1"),
-        (["--answer-key", "answer.value"], "row 1 has no column answer.value"),
-    ],
-)
-def test_a_mistake_in_the_data_is_one_sentence(tmp_path, capsys, flags, message):
-    source = _source(tmp_path, [{"problem": str(n), "answer": str(n)} for n in range(2)])
-    assert main(["math", "--source", source, "--output", str(tmp_path / "out"), *flags]) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

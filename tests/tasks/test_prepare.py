@@ -2,8 +2,6 @@ import errno
 import json
 from pathlib import Path
 
-import pytest
-
 from openrlhf_gtpo.cli.prepare import main
 from openrlhf_gtpo.tasks.math_verify_reward import reward_func
 
@@ -27,43 +25,6 @@ def test_task_prints_its_directory_and_is_done_once(tmp_path, capsys):
     assert (tmp_path / "out" / "train.jsonl").stat().st_mtime_ns == written
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--task", "produts"], "did you mean products"),
-        (["--task", "products", "--task-config", "{max_digits: 2}"], "is not JSON"),
-        (["--task", "products", "--task-config", "[1]"], "is not a JSON object"),
-        (["--task", "products", "--task-config=--"], "--task-config '--' is not JSON"),
-        (["--task", "chain_sum", "--task-config", '{"max_digits": 1e400}'], "makes no question with {"),
-        ([], "name a task with --task, or a preset (quickstart, smoke)"),
-    ],
-)
-def test_a_users_mistake_is_one_sentence_and_exit_code_2(tmp_path, capsys, arguments, message):
-    assert main(["task", "--output", str(tmp_path / "out"), *arguments]) == 2
-    captured = capsys.readouterr()
-    assert message in captured.err and captured.err.count("\n") == 1 and captured.out == ""
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    "name, content, message",
-    [
-        ("a.jsonl", b'{"problem": "caf\xe9 1+1", "answer": "2"}\n', "a.jsonl: line 1 is not in UTF-8"),
-        ("a.csv", b"problem,answer\ncaf\xe9,2\n", "a.csv cannot be read as csv"),
-        ("a.json", b"", "leaves nothing to train on"),
-        ("a.json", b"[null]", "a.json: row 1 is null"),
-        ("a.jsonl", b'{"problem": "1+1", "answer": "2"}\nnull\n', "a.jsonl: row 2 is null"),
-        ("a.jsonl", b"{\n", "a.jsonl: line 1 is not JSON"),
-    ],
-)
-def test_a_table_that_cannot_be_read(tmp_path, capsys, name, content, message):
-    (tmp_path / name).write_bytes(content)
-    assert main(["math", "--source", str(tmp_path / name), "--output", str(tmp_path / "out")]) == 2
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("prepare")]
-    assert len(said) == 1 and message in said[0] and "while generating" not in said[0]
-    assert not (tmp_path / "out").exists()
-
-
 def test_answers_are_written_as_the_table_says_them(tmp_path):
     answers = [3, 3.5, 10**20, "007", None]
     rows = [{"problem": f"{answer}?", "answer": answer} for answer in answers] + [{"problem": "none?"}]
@@ -76,27 +37,11 @@ def test_answers_are_written_as_the_table_says_them(tmp_path):
         assert labels == ["3", "3.5", str(10**20), "007"]
 
 
-def test_flags_override_a_preset(tmp_path):
-    arguments = ["task", "--preset", "quickstart", "--system", "Multiply.", "--example", "1 * 1", "1"]
-    assert main([*arguments, "--output", str(tmp_path / "out")]) == 0
-    chat = json.loads((tmp_path / "out" / "train.jsonl").read_text().splitlines()[0])["input"]
-    assert [turn["content"] for turn in chat[:3]] == ["Multiply.", "1 * 1", "1"]
-
-
 def test_a_directory_in_use_is_not_overwritten(tmp_path, capsys):
     (tmp_path / "notes.txt").write_text("mine")
     for command in ("smollm2", "tiny-model"):
         assert main([command, "--output", str(tmp_path)]) == 2
         assert "not made by this command" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", ["tiny-model", "task", "math", "benchmarks"])
-def test_an_output_below_a_file_is_refused_before_anything_is_read(tmp_path, capsys, command):
-    (tmp_path / "file").touch()
-    flags = {"task": ["--preset", "smoke"], "math": ["--source", "/nowhere.jsonl"]}.get(command, [])
-    assert main([command, *flags, "--output", str(tmp_path / "file" / "out")]) == 2
-    said = f"--output {tmp_path}/file/out cannot be written, because of {tmp_path}/file; name another.\n"
-    assert capsys.readouterr().err == f"prepare {command}: {said}"
 
 
 # The first row of each data set, shortened.

@@ -135,15 +135,6 @@ def test_the_readmes_reward_pays_the_right_answer_on_the_quickstarts_rows(tmp_pa
             assert reward_func([query], [prompt], [row["label"]], responses=[text])["rewards"] == expected
 
 
-def test_a_label_of_another_kind_is_named():
-    with pytest.raises(ValueError, match="--data.label_key scorer_label"):
-        _score("12", label="12")
-    with pytest.raises(ValueError, match="--data.label_key scorer_label"):
-        _score("12", label='{"task": "products", "entry": [["12"]]}')
-    with pytest.raises(ValueError, match="Expected one response at a time"):
-        reward.reward_func(["a", "b"], ["a", "b"], [LABEL, LABEL])
-
-
 def test_loads_by_path_as_openrlhf_does_and_brings_no_engine_along():
     path = Path(reward.__file__)
     spec = importlib.util.spec_from_file_location("reward_func", path)
