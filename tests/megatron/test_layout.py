@@ -73,9 +73,6 @@ def test_context_parallel_ranks_are_of_one_replica() -> None:
     assert refusal(model(), layout(context=2), world_size=3).endswith("give a multiple of 2.")
 
 
-# ── Experts ──
-
-
 # ── Models ──
 
 
