@@ -26,10 +26,11 @@ def rounded_up_if(exact: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
     return torch.where(part >= 1 - threshold.double() / 65536, above, below).bfloat16()
 
 
-def test_rounds_each_element_by_its_threshold():
-    base, (a, b) = weight(70, 90), adapters(70, 90, size=1e-4)
+@pytest.mark.parametrize("shape", [(70, 90), (3, 2**16)], ids=["one block", "two blocks"])
+def test_rounds_each_element_by_its_threshold(shape):
+    base, (a, b) = weight(*shape), adapters(*shape, size=1e-4)
     exact = torch.addmm(base.float(), b.float(), a.float(), alpha=2.0)
-    assert torch.equal(merge(base, a, b, 2.0, NAME), rounded_up_if(exact, thresholds((70, 90), NAME)))
+    assert torch.equal(merge(base, a, b, 2.0, NAME), rounded_up_if(exact, thresholds(shape, NAME)))
 
 
 def test_zero_changes_no_bit():
