@@ -4,20 +4,17 @@ import functools
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from openrlhf_gtpo.algorithms import SURROGATES
 from openrlhf_gtpo.cli import plan
 from openrlhf_gtpo.tools.planner.assumptions import Assumptions
-from openrlhf_gtpo.training import host, run
-from openrlhf_gtpo.training.settings import upstream_parser
+from openrlhf_gtpo.training import run
 from openrlhf_gtpo.training.settings.megatron_flags import fp8_of, layout_of
 from tests.support.launcher_runs import PRESETS, ROOT, resolved, run_script
 
@@ -160,26 +157,6 @@ def test_the_planners_script_is_one_of_them(placement: str, tmp_path: Path) -> N
     assert (args.vllm.max_num_seqs, args.vllm.max_num_batched_tokens) == (1024, Assumptions().vllm_tokens)
 
 
-def test_the_planners_script_has_its_fp8(tmp_path: Path) -> None:
-    path = tmp_path / "planned.sh"
-    assert plan.main(f"--model 32b --gpus 32 --nodes 4 --fp8-param --emit {path}".split()) == 0
-    done = subprocess.run(["bash", str(path), "--dry-run"], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert "--megatron.fp8_param" in done.stdout.split() and "--megatron.fp8" in done.stdout.split()
-    bf16 = os.environ | {"FP8": "", "FP8_PARAM": "", "FP8_RECIPE": "blockwise"}  # an empty FP8 is train.sh's for BF16
-    done = subprocess.run(["bash", str(path), "--dry-run"], cwd=ROOT, env=bf16, capture_output=True, text=True)
-    assert done.returncode == 0 and "--megatron.fp8" not in done.stdout
-
-
-def test_flags_of_the_trainer_win_over_the_plan_s(tmp_path: Path) -> None:
-    path = tmp_path / "planned.sh"
-    assert plan.main(f"--model 7b --gpus 8 --entropy sampler --emit {path}".split()) == 0
-    for words, entropy in (([], "sampler"), (["--", "--rollout.entropy", "actor"], "actor")):
-        command = ["bash", str(path), "--dry-run", *words]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-        given = shlex.split(done.stdout.replace("\\\n", " "))
-        assert run.parse(given[given.index("openrlhf_gtpo.cli.train_ppo_ray") + 1 :]).rollout.entropy == entropy
-
-
 # Ray's command, as far as the words of a job go, and a Python that prints its own.
 PROGRAMS = {
     "ray": """import os, subprocess, sys
@@ -238,33 +215,3 @@ def test_the_quickstart_gives_a_reward_of_ones_own_the_answers(
     given = command[command.index("--reward.remote_url") + 1]
     assert given.endswith(reward) and ("--reward" not in flags or given == str(tmp_path / "mine.py"))
     assert ("to show learning" in done.stdout) == ("--smoke" in flags)
-
-
-def quickstart_on_gpu(tmp_path: Path, *flags: str, **environment: str) -> tuple[list[str], Any]:
-    """The trainer's command line on a host whose nvidia-smi finds a GPU, and the script's result."""
-    functions = {
-        **ONLY_PRINTED,
-        "BASH_FUNC_source%%": '() { [[ "$1" == *setup_env.sh ]] && echo "sourced $*" || builtin source "$@"; }',
-        "BASH_FUNC_nvidia-smi%%": "() { :; }",
-        "BASH_FUNC_python3%%": '() { [[ "$1" != -c ]] && printf "%s\n" "$*"; }',  # the active Python is unfit
-        "VIRTUAL_ENV": "/somewhere/.venv-cuda",
-    }
-    done = run_script("quickstart.sh", "--gpu", *flags, "--output", str(tmp_path), **functions | environment)
-    assert done.returncode == 0, done.stderr
-    return shlex.split((tmp_path / "train.log").read_text()), done
-
-
-@pytest.mark.parametrize("backend", ["deepspeed", "megatron"])
-def test_the_quickstart_takes_turns_on_one_gpu(tmp_path: Path, backend: str) -> None:
-    """All else is as on a CPU, and the trainer accepts it."""
-    command, done = quickstart_on_gpu(tmp_path, "--backend", backend)
-    assert done.stdout.startswith("sourced examples/scripts/setup_env.sh --cuda\n")
-    assert "with .venv-cuda active:" in done.stdout and f"report run {tmp_path}" in done.stdout
-    shutil.rmtree(tmp_path)
-    run_script("quickstart.sh", "--backend", backend, "--output", str(tmp_path), **ONLY_PRINTED)
-    on_cpu = shlex.split((tmp_path / "train.log").read_text())
-    own = ["--train.colocate_all", "--vllm.enable_sleep", "--vllm.gpu_memory_utilization", "0.3"]
-    own += ["--megatron.offload"] * (backend == "megatron")
-    assert sorted(command) == sorted([*on_cpu, *own])
-    args = upstream_parser.parse(command[2:])
-    assert args.train.colocate_all and args.vllm.enable_sleep and sum(host.gpus_of(args)) == 1

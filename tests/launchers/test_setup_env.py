@@ -142,14 +142,6 @@ def test_a_linked_environment_is_refused_and_its_checkout_keeps_it(bare_project,
     assert_ready(bare_project, host)
 
 
-def test_a_copy_of_a_checkout_gets_an_environment_of_its_own(bare_project, tmp_path, host):
-    assert run_setup_env(bare_project, **host).returncode == 0
-    before = files(bare_project)
-    copy = shutil.copytree(bare_project, tmp_path / "copy-2")
-    assert_made(run_setup_env(copy, **host), copy)
-    assert files(bare_project) == before
-
-
 @pytest.mark.parametrize("step", ["download", "pins.txt.first", "pins.txt.second", "--find-links", "-e "])
 def test_a_set_up_that_fails_leaves_the_old_environment_as_it_was(bare_project, host, step):
     assert run_setup_env(bare_project, **host).returncode == 0
@@ -226,33 +218,6 @@ def test_the_cuda_environment_compiles_nothing_unless_asked(bare_project, cuda_h
     toolkit = venv / "lib" / "python3.12" / "site-packages" / "nvidia" / "cu13"
     assert (toolkit / "lib64").is_dir() and os.readlink(toolkit / "lib" / "libcudart.so") == "libcudart.so.13"
     assert (venv / "bin" / "activate").read_text().endswith(f'export CUDA_HOME="{toolkit}"\n')
-
-
-def test_kernels_are_compiled_as_the_image_compiles_them(bare_project, cuda_host):
-    """With the variables that docker/Dockerfile sets, beside an environment without; flash-attn is the image's."""
-    assert run_setup_env(bare_project, "--cuda", **cuda_host).returncode == 0
-    made = run_setup_env(bare_project, "--cuda", "--with-kernels", **cuda_host)
-    assert made.returncode == 0, made.stderr
-    venv = bare_project / ".venv-cuda"
-    for words in (["--cuda"], ["--cuda", "--with-kernels"]):  # what has kernels is also what has none
-        again = run_setup_env(bare_project, *words, **{**cuda_host, "PIP_FAILS_AT": ""})
-        assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
-
-    pins, compiled = cuda_pins(venv)
-    lock = (ROOT / "requirements" / "cuda.lock").read_text().splitlines()
-    assert sorted(pins) == sorted(line for line in lock if "==" in line and not line.startswith("flash-attn=="))
-    assert sorted(compiled) == ["deepspeed", "transformer-engine-torch"]
-    dockerfile = re.sub(r"\\\n", " ", (ROOT / "docker" / "Dockerfile").read_text())
-    runs = [run for run in re.findall(r"^RUN .*", dockerfile, re.MULTILINE) if "pip wheel" in run]
-    packages = {package: run for run in runs for package in re.findall(r"--no-binary (\S+)", run)}
-    for package, variables in compiled.items():
-        for name, value in re.findall(r"\b([A-Z_]+)=(\S+)", packages[package].partition("pip wheel")[0]):
-            assert variables[name] == value or "$" in value and variables[name], (package, name)
-    nvidia = f"{venv}.being_made/lib/python3.12/site-packages/nvidia"
-    found = compiled["transformer-engine-torch"]
-    assert found["CPATH"] == f"{nvidia}/cudnn/include:{nvidia}/nccl/include"
-    assert found["PATH"].startswith(f"{venv}.being_made/bin:")  # where ninja is
-    assert all(each["CUDA_HOME"] == f"{nvidia}/cu13" for each in compiled.values())
 
 
 def assert_refused(result: subprocess.CompletedProcess[str], *parts: str) -> None:

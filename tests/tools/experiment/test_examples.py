@@ -40,23 +40,6 @@ def test_an_example_is_what_training_and_evaluation_take(file: Path) -> None:
     assert getattr(flags, "data.max_len") >= getattr(flags, "rollout.max_new_tokens") + 1024
 
 
-def test_the_guides_demonstration_differs_in_the_guide_alone() -> None:
-    """Its methods draw the same prompts, and evaluate as they sample."""
-    grid = read_grid(EXPERIMENTS / "guide.yaml")
-    runs = {run.label: parse(words(run.flags)) for run in grid.runs if run.seed == 1}
-    assert list(runs) == ["alone", "guided", "rescued"] and grid.baseline == "alone"
-    guides = {label: args.algo.guide for label, args in runs.items()}
-    assert [guide.model_name_or_path is not None for guide in guides.values()] == [False, True, True]
-    assert [(guide.fraction, guide.rescue_batch) for guide in guides.values()] == [(0, 0), (0.25, 0), (0, 4)]
-    for args in runs.values():
-        assert (args.actor, args.data) == (runs["alone"].actor, runs["alone"].data)
-        assert vars(args.rollout) | {"joined_by": None} == vars(runs["alone"].rollout)  # what rescues are a reason for
-        assert args.algo.dynamic_filtering_enable
-    assert grid.evaluate is not None
-    flags = evaluate.build_parser().parse_args([*words(grid.evaluate), "--model", "MODEL", "--output", "OUTPUT"])
-    assert getattr(flags, "rollout.max_new_tokens") == runs["alone"].rollout.max_new_tokens
-
-
 def test_the_study_has_every_credit_and_surrogate_that_was_published() -> None:
     """It trains each with two optimizer steps per rollout, and evaluates it with the rollout's limits."""
     grid = read_grid(EXPERIMENTS / "study.yaml")

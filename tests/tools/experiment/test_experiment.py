@@ -18,7 +18,6 @@ from openrlhf_gtpo.cli import experiment
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.tools.experiment import runner
 from openrlhf_gtpo.tools.experiment.grid import read_grid
-from openrlhf_gtpo.training.checks.model import Model
 from openrlhf_gtpo.training.checks.results import check_metrics_file, check_results
 
 
@@ -137,22 +136,6 @@ def test_no_two_runs_have_one_wandb_run(file: Path, monkeypatch: pytest.MonkeyPa
     )
     assert experiment.main([str(file)]) == 0
     assert len(given) == 3 and not any("WANDB_RUN_ID" in env or env["WANDB_PROJECT"] != "p" for env in given)
-
-
-def test_the_page_shows_the_runs_that_the_file_asks_for(file: Path) -> None:
-    """As the table does, beside others in the same folder, even if only those were evaluated."""
-    asked = yaml.safe_load(file.read_text())
-    file.write_text(yaml.safe_dump(asked | {"methods": {"gtpo": None, "grpo": None}}))
-    assert experiment.main([str(file)]) == 0
-    runs = file.parent / "runs"
-    scores = runs / "grpo" / "seed-1" / "evaluation" / "scores.json"
-    scores.parent.mkdir()
-    scores.write_text('{"questions": {"math": "digest"}, "scores": {"math": {"mean@1": [1.0, 0.0]}}}')
-    file.write_text(yaml.safe_dump(asked | {"seeds": [1, 2]}))
-    assert experiment.main([str(file)]) == 0
-    page = (runs / "report" / "index.html").read_text()
-    assert "Runs: 2 gtpo." in page and "grpo" not in page and "left out" not in page
-    assert "mean of 2" in (runs / "table.md").read_text()
 
 
 def starts(file: Path) -> list[str]:
@@ -278,27 +261,6 @@ def test_models_that_were_evaluated_with_other_flags_are_refused(
     file.write_text(yaml.safe_dump(changed))
     assert experiment.main([str(file)]) == 2
     assert "was evaluated with --eval.temperature 1.0, and the experiment now has 0.5" in capsys.readouterr().err
-
-
-def test_a_run_whose_evaluation_was_interrupted_is_held_to_that_ones_checks_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    """Training's checks would take the run's own metrics for those of an earlier run."""
-    file = write(tmp_path, methods={"gtpo": None}, settings={}, seeds=[1], baseline="gtpo")
-    for run in read_grid(file).runs:
-        run.folder.mkdir(parents=True)
-        (run.folder / "flags.json").write_text(json.dumps(run.flags))
-        (run.folder / "metrics.jsonl").write_text('{"kind": "run", "step": 1, "run": "x", "ended": true}\n')
-    assert experiment.main([str(file), "--dry-run"]) == 0
-    asked = []
-    monkeypatch.setattr(Model, "check_weights", lambda model: asked.append(model.name))
-    monkeypatch.setattr(Model, "tokenizer", None)
-    evaluate = {"eval.dataset": str(tmp_path / "none.jsonl"), "reward.remote_url": "reward.py"}
-    evaluate |= {"data.max_len": 64, "rollout.max_new_tokens": 8}
-    write(tmp_path, methods={"gtpo": None}, settings={}, seeds=[1], baseline="gtpo", evaluate=evaluate)
-    assert experiment.main([str(file), "--dry-run"]) == 2
-    assert capsys.readouterr().err.count(f"--eval.dataset {tmp_path}/none.jsonl cannot be read") == 1
-    assert asked == [str(run.folder / "model")]
 
 
 def test_a_run_that_died_without_a_checkpoint_may_be_made_again(

@@ -191,30 +191,3 @@ def test_a_request_to_end_between_two_starts_is_followed(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(ray_node, "run_and_clear", run)
     assert ray_node.run_node(Node("n1", "127.0.0.1", None, 6379, tmp_path), None, None) == 128 + signal.SIGTERM
-
-
-@pytest.mark.parametrize(
-    ("head", "seconds", "starts"),
-    [("127.0.0.1:6379", 45.0, 14), ("127.0.0.1:6379", 4.0, 1), (None, 45.0, 1)],
-    ids=["not ready", "fails at once", "is the head"],
-)
-def test_a_node_looks_for_a_head_that_is_started_again(
-    head: str | None,
-    seconds: float,
-    starts: int,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture,
-) -> None:
-    """For as long as the script waits for nodes. Ray looks for 40 s, and sticks to a head that is gone."""
-    clock = [0.0]
-
-    def run(command: list[str], environment: dict[str, str]) -> int:
-        clock[0] += seconds
-        return 1
-
-    monkeypatch.setattr(ray_node, "run_and_clear", run)
-    monkeypatch.setattr(ray_node, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    assert ray_node.run_node(Node("n2", "127.0.0.1", head, 6379, tmp_path), None, None) == 1
-    assert clock[0] == starts * seconds
-    assert capsys.readouterr().err.count(f"Node n2: there is no head at {head} that is ready; trying") == starts - 1

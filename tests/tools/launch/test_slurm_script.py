@@ -27,26 +27,6 @@ def run(*words: str, cwd: Path = ROOT, **settings: str) -> subprocess.CompletedP
     )  # fmt: skip
 
 
-def test_a_dry_run_shows_every_step_and_the_launchers_own(launcher: Path, tmp_path: Path) -> None:
-    output = tmp_path / "run"
-    settings = {"LAUNCHER": str(launcher), "OUTPUT": str(output), "PORT": "7000", "LAUNCHER_FLAGS": "--cpu"}
-    ended = run("--dry-run", "--", "--actor.adam.lr", "5e-7", **settings)
-    assert ended.returncode == 0, ended.stderr
-    head, worker, wait, training = (line for line in ended.stdout.splitlines() if line.startswith("    "))
-    token = f"--gpus 0 --shared {output}/slurm/1-0/ray_token --temporary /tmp"
-    assert f"cli.doctor {token} --port 7000 && exec python3 -m" in head and f"cli.doctor {token} && exec" in worker
-    assert "ray_cluster head --port 7000 --name HEAD" in head
-    assert "ray_cluster worker --head HEAD-ADDRESS:7000 --timeout 600 --name WORKER" in worker
-    assert "ray_cluster wait --dashboard http://127.0.0.1:7001" in wait and "--nodes HEAD WORKER" in wait
-    assert f"bash {launcher} --submit http://127.0.0.1:7001 --cpu -- --ckpt.load_enable" in training
-    assert "--ckpt.stop_file" in training and "--actor.adam.lr 5e-7" in training
-    shown = ended.stdout.splitlines()[-1]
-    assert shown.startswith("launcher: --dry-run --cpu -- --ckpt.load_enable") and shown.endswith(
-        "--actor.adam.lr 5e-7"
-    )
-    assert not output.exists() and "0.0.0.0" not in ended.stdout
-
-
 # One node, and a SLURM whose steps are processes of this host.
 PROGRAMS = {
     "scontrol": "[[ $2 == hostnames ]] && echo n1 || echo 'x NodeAddr=127.0.0.1 x'",

@@ -10,10 +10,10 @@ import pytest
 from openrlhf_gtpo.errors import SettingError
 from openrlhf_gtpo.model_shape import PRESETS
 from openrlhf_gtpo.tools.planner.assumptions import Assumptions
-from openrlhf_gtpo.tools.planner.candidate import SYNC_BUCKET, Candidate
+from openrlhf_gtpo.tools.planner.candidate import Candidate
 from openrlhf_gtpo.tools.planner.cluster import GIB, parse_cluster
 from openrlhf_gtpo.tools.planner.output import details, launch_script, ranking, trainer_flags
-from openrlhf_gtpo.tools.planner.plan import Request, candidates, planned_config, smallest_cluster
+from openrlhf_gtpo.tools.planner.plan import Request, candidates, planned_config
 from openrlhf_gtpo.tools.planner.workload import Workload
 
 WORK = Workload(prompts_per_step=8)
@@ -251,45 +251,6 @@ def test_start_and_save_are_planned_for() -> None:
     staying = one(replace(eight, offload=False)).memory
     parts = {"weights", "reference", "gradients", "optimizer"}
     assert all(parts <= phase.keys() for phase in staying.values()), "in every phase"
-
-
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_an_embedding_larger_than_a_bucket_has_one_of_its_own(tensor: int) -> None:
-    found = one(request("7b", 8, WORK, **FIXED | {"tensor": tensor}))
-    size = 2.0 * found.training.shape.vocab_size * found.training.shape.hidden_size
-    assert size > SYNC_BUCKET
-    beside = {1: 0.0, 2: 2.5}[tensor] * size
-    assert found.memory["sync"]["sync_bucket"] == size + SYNC_BUCKET + beside
-
-
-def test_the_smallest_cluster_is_smallest() -> None:
-    asked = replace(request("32b", 2), cluster=parse_cluster("h100-80g", 2))
-    assert not candidates(asked)[0].fits
-    found = smallest_cluster(asked)
-    assert found is not None and found.gpus == 8 and found.fits
-    assert not candidates(replace(asked, cluster=parse_cluster("h100-80g", 4)))[0].fits
-
-
-def test_experts_are_divided_among_context_parallel_ranks_first() -> None:
-    """TP2 × EP4 fit a node of 8, whatever CP is, so nothing crosses the network (``megatron/parallel/groups.py``)."""
-    cluster = parse_cluster("h100-80g", 16)
-    sizes = {"tensor": 2, "pipeline": 1, "context": 2, "expert": 4, "vllm_tensor": 1, "recompute": "none"}
-    near, far = (
-        one(Request(SimpleNamespace(**MOE), replace(cluster, network=network), WORK, **sizes)).speed
-        for network in (50e9, 5e9)
-    )
-    assert near._collectives() == far._collectives()
-
-
-def test_a_group_that_straddles_two_nodes_uses_the_network() -> None:
-    """Of 2 × 6 GPUs, ranks 4 and 6 share a sequence at TP2 CP2."""
-    cluster, work = parse_cluster("h100-80g", 12, 2), replace(WORK, prompts_per_step=6)
-    sizes = FIXED | {"tensor": 2, "context": 2, "vllm_tensor": 1}
-    near, far = (
-        one(Request(planned_config("7b"), replace(cluster, network=network), work, **sizes)).speed
-        for network in (50e9, 5e9)
-    )
-    assert near._collectives() < far._collectives()
 
 
 def test_experts_that_only_one_rank_holds_are_updated_there_and_not_reduced() -> None:
