@@ -230,7 +230,7 @@ def test_a_feature_is_named_in_its_folder_alone(kind: type[Feature]) -> None:
     named = re.compile("|".join(rf"\b{re.escape(section)}\b" for section in sorted(sections)))
     folder = PACKAGE.parent.joinpath(*kind.__module__.split("."))
     naming = {path for path in PACKAGE.rglob("*.py") if folder not in path.parents and named.search(path.read_text())}
-    readers = {"report/rollouts.py", "cli/report.py", "cli/view.py"} if kind is Dumps else set()
+    readers = {"report/rollouts.py", "cli/view.py"} if kind is Dumps else set()
     assert {str(path.relative_to(PACKAGE)) for path in naming} == readers
 
 
