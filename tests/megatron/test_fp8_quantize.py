@@ -59,6 +59,7 @@ def test_scales_of_every_kind_of_amax(name: str) -> None:
     amax = torch.tensor([0.0, float("inf"), float("nan"), 2.0, 1e-44, largest])
     found = scale_of(amax, DTYPES[name]).tolist()
     assert found == [1.0, 1.0, 1.0, largest / 2, torch.finfo(torch.float32).max, 1.0]
+    assert scale_of(amax[4:5], DTYPES[name], torch.bfloat16) == torch.finfo(torch.bfloat16).max
 
 
 @pytest.mark.parametrize("name", DTYPES)

@@ -6,7 +6,7 @@ import pytest
 from openrlhf_gtpo.cli.report import main
 from openrlhf_gtpo.report import curves, names
 from openrlhf_gtpo.report.curves import plot_comparison, plot_run
-from openrlhf_gtpo.report.metrics import MetricsWriter, read_runs
+from openrlhf_gtpo.report.metrics import MetricsWriter, read_runs, series
 from openrlhf_gtpo.report.summary import comparison_markdown
 
 
@@ -50,6 +50,14 @@ def test_every_kind_of_run_is_drawn(tmp_path, settings):
     ):
         height, width = matplotlib.image.imread(png).shape[:2]
         assert width > 1200 and height > 400
+
+
+def test_without_evaluations_a_table_has_the_training_reward(tmp_path):
+    runs = [read_runs(_run(tmp_path / str(seed), seed=seed, evaluations=()))[-1] for seed in (1, 2)]
+    late = [series(rows, "train", names.REWARD_MEAN)[1][-1] for rows in runs]
+    first, *_, last = comparison_markdown({"a": runs}).splitlines()[2:]
+    assert first.startswith(f"| a, run 1 (seed 1) | {late[0]:.3f} | ")
+    assert last.startswith(f"| **a, mean of 2** | {sum(late) / 2:.3f} ± ")
 
 
 def test_a_plot_has_intervals_at_held_out_points_and_shades_steps_without_learning(tmp_path, monkeypatch):

@@ -308,7 +308,7 @@ def test_a_data_set_is_cleaned_and_split(tmp_path, capsys):
     assert main([*flags, "--output", str(tmp_path / "out")]) == 0
     assert "7 problems to train on, 3 held out; left out: 1 repeated, 1" in capsys.readouterr().err
     train, held_out = _rows(tmp_path / "out" / "train.jsonl"), _rows(tmp_path / "out" / "eval.jsonl")
-    assert {row["label"] for row in train} | {row["label"] for row in held_out} == {str(n + 1) for n in range(10)}
+    assert sorted(int(row["label"]) for row in train + held_out) == list(range(1, 11)), "none is in both"
     first = next(row for row in train + held_out if row["label"] == "1")
     assert first["input"].startswith("What is 0 + 1? Please reason") and first["input"].endswith(r"\boxed{}.")
     assert main([*flags, "--output", str(tmp_path / "out")]) == 2
