@@ -200,8 +200,6 @@ run_watched quickstart 'the same command with --resume' "$output" "$steps" \
 question='...'
 [[ "$task" != products ]] || question='What is 3 * 4?'
 print_result "$output" "$estimator on $task, seed $seed" "$question"
-printf 'Which token was paid, and why, as a page to open in a browser:\n'
-printf '  python3 -m openrlhf_gtpo.cli.view %q --output %q\n' "$output" "$output/view.html"
 if $smoke; then
     printf 'A smoke run shows that the whole pipeline works; it is too short, and its model too small, to show learning.\n'
 fi

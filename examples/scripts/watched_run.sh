@@ -32,13 +32,5 @@ run_watched() {
 
 # print_result OUTPUT TITLE QUESTION: the run's table, curves, and what to do with its model.
 print_result() {
-    local model environment="${VIRTUAL_ENV:-the environment}"
-    model="$(printf %q "$1/model")"
-    python3 -m openrlhf_gtpo.cli.report run "$1" --title "$2"
-    cat <<END
-
-The model is in $1/model. Ask it, from $(pwd), with ${environment##*/} active:
-  python3 -m openrlhf_gtpo.cli.ask $model "$3"
-Load it: AutoModelForCausalLM.from_pretrained("$1/model") in Transformers, vllm serve $model in vLLM.
-END
+    python3 -m openrlhf_gtpo.cli.report run "$1" --title "$2" --model "$1/model" --question "$3"
 }

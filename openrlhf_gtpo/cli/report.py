@@ -4,6 +4,8 @@ Reads the metrics files that training writes.
 """
 
 import argparse
+import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +16,13 @@ from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.platform.files import check_output, replace_text
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import read_runs
+
+_NEXT = """
+The model is in {model}. Ask it, from {here}, with {environment} active:
+  python3 -m openrlhf_gtpo.cli.ask {model} {question}
+Load it: AutoModelForCausalLM.from_pretrained({text!r}) in Transformers, vllm serve {model} in vLLM.
+Which token was paid, and why, as a page to open in a browser:
+  python3 -m openrlhf_gtpo.cli.view {run} --output {page}"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,6 +40,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("metrics", type=Path, metavar="DIR_OR_FILE", help="a metrics file, or a directory with metrics.jsonl")
     add("--png", type=Path, metavar="OUT", help="draw reward, entropy and response length (default: DIR/curves.png)")
     add("--title", help="title of the PNG (default: the run's path)")
+    add(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="also say how to ask and load the model that was trained, and to view",
+    )
+    add("--question", default="...", help="that this asks")
     run.set_defaults(run=_run)
 
     compare = commands.add_parser("compare", help="several runs: a markdown table, with means over a label's runs")
@@ -80,6 +96,12 @@ def _run(args: argparse.Namespace) -> None:
             print(plot_run(runs[0], png, title))
         else:
             print(plot_comparison({f"run {i}": [rows] for i, rows in enumerate(runs, start=1)}, png, title))
+    if args.model:
+        folder = args.metrics if args.metrics.is_dir() else args.metrics.parent
+        paths = {"model": args.model, "question": args.question, "run": folder, "page": folder / "view.html"}
+        quoted = {name: shlex.quote(str(path)) for name, path in paths.items()}
+        environment = Path(os.environ.get("VIRTUAL_ENV", "the environment")).name
+        print(_NEXT.format(here=Path.cwd(), environment=environment, text=str(args.model), **quoted))
 
 
 def _compare(args: argparse.Namespace) -> None:

@@ -22,6 +22,7 @@ if __name__ == "__main__":
     hide_key()
 
 from openrlhf_gtpo.checkpoints.folder import newest_whole
+from openrlhf_gtpo.cli import report
 from openrlhf_gtpo.errors import STOPPED_STATUS, Restartable, StoppedOnRequest, TrainingStopped, UsageError
 from openrlhf_gtpo.report.heartbeat import Heartbeat
 from openrlhf_gtpo.tools.launch.process_tree import HUNG, run_and_clear
@@ -68,6 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             if args.train.max_restarts or args.train.stall_timeout or _log_of(args):
                 command = [sys.executable, "-m", "openrlhf_gtpo.cli.train_ppo_ray", *words]
                 status = supervise(command, args, locks)
+                if status == 0 and _log_of(args):
+                    path = Path(args.logger.metrics_path)
+                    words = ["run", str(path), "--png", str(path.with_name("curves.png")), "--title", str(path.parent)]
+                    report.main([*words, "--model", args.ckpt.output_dir])
             else:
                 train(args)
                 status = 0
@@ -117,7 +122,7 @@ def supervise(command: Sequence[str], args: SimpleNamespace, locks: Sequence[int
     command = [*command, "--ckpt.stop_file", str(stop.stop_file(args))]
     command += ["--logger.wandb.run_name", args.logger.wandb.run_name]  # otherwise the time of each start
     limit, restarts = args.train.stall_timeout, args.train.max_restarts
-    heartbeat = Heartbeat(args.ckpt.path)
+    heartbeat, log = Heartbeat(args.ckpt.path), _log_of(args)
     before = _newest(args)
     stalled = f"no progress for {limit:g} s (--train.stall_timeout)"
 
@@ -130,8 +135,14 @@ def supervise(command: Sequence[str], args: SimpleNamespace, locks: Sequence[int
     for restart in range(1, restarts + 2):
         heartbeat.clear()
         environment = os.environ | {_SUPERVISED: "1"}
+        logged = log.stat().st_size if log and log.exists() else 0
         with _on_screen(args) as output:
             status = run_and_clear(command, environment, hangs=hangs, locks=locks, **output)
+        if log:
+            words = log.read_bytes()[logged:].decode(errors="replace").splitlines()
+            last = words[-1:] if status else []  # of a run that ended well, a worker's warning
+            for line in [line for line in words if line.startswith("train_ppo_ray")] or last:
+                print(line, file=sys.stderr)
         heartbeat.clear()
         if status in _ENDS:
             return 1 if status == _NOT_AGAIN else status
@@ -162,8 +173,7 @@ def _log_of(args: SimpleNamespace) -> Path | None:
 
 @contextmanager
 def _on_screen(args: SimpleNamespace) -> Iterator[dict[str, int]]:
-    """On a terminal, show progress within this block, and give the run's output a log. If the run fails, its last
-    words are shown too."""
+    """On a terminal, show progress within this block, and give the run's output a log."""
     log = _log_of(args)
     if log is None:
         yield {}
@@ -180,16 +190,12 @@ def _on_screen(args: SimpleNamespace) -> Iterator[dict[str, int]]:
     screen = threading.Thread(target=watch, args=(Path(args.logger.metrics_path), steps, lambda: not over.is_set()))
     print(f"The run's output goes to {log}.", file=sys.stderr)
     with log.open("ab") as file:
-        begin = file.tell()
         screen.start()
         try:
             yield {"output": file.fileno()}
         finally:
             over.set()
             screen.join()
-    words = log.read_bytes()[begin:].decode(errors="replace").splitlines()
-    for line in [line for line in words if line.startswith("train_ppo_ray")] or words[-1:]:
-        print(line, file=sys.stderr)
 
 
 def _newest(args: SimpleNamespace) -> tuple[Path, int] | None:

@@ -22,7 +22,8 @@ from openrlhf_gtpo.report.metrics import (
 
 def print_run_summary(metrics: Rows) -> None:
     """Print tables: held-out reward before, after and change; metrics of the first and last step, or of the
-    nearest that has them; seconds and tokens/s of a step by phase; then the run's warnings, one per line. Without a
+    nearest that has them; seconds and tokens/s of a step by phase; in how many steps nothing was learned; then the
+    run's warnings, one per line. Without a
     terminal, rich leaves out colors and the lines are plain text."""
     held_out = _table("Held-out reward ± standard error", "task", "before", "after", "change", "evaluations")
     for name in held_out_names(metrics):
@@ -57,6 +58,8 @@ def print_run_summary(metrics: Rows) -> None:
             timing.add_row(phase.replace("_", " "), f"{took:{'.2f' if took >= 0.1 else '.2g'}}", share, rate)
     console = Console()
     console.print(held_out, "", training, "", timing)
+    if (clause := idle_sentence(metrics)) is not None:
+        console.print(f"\n{clause[0].upper()}{clause[1:]}.", style="bold yellow", markup=False, highlight=False)
 
     for name in sorted({name for row in steps for name in row if name.startswith(names.WARNING_PREFIX)}):
         warned = [row for row in steps if name in row]

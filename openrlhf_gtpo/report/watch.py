@@ -1,7 +1,7 @@
 """A progress bar over a run's ``metrics.jsonl`` while another process trains."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from datetime import timedelta
 from itertools import takewhile
 from pathlib import Path
@@ -31,6 +31,7 @@ def watch(path: Path, steps: int, runs: Callable[[], bool], console: Console | N
     times = (TimeElapsedColumn(), TextColumn("{task.fields[left]}"))
     shown: Mapping[str, Any] | None = None  # the latest entry
     last: Mapping[str, Any] = {}
+    warned: Set[str] = set()  # of what the step before has warned
     started, begun, line = time.time(), 0.0, ""
     with Progress(*activity, *count, *times, console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("starting Ray, vLLM and the trainer", total=steps, left="")
@@ -45,7 +46,7 @@ def watch(path: Path, steps: int, runs: Callable[[], bool], console: Console | N
             # Lines above the bar.
             for entry in _behind(shown, entries):
                 if entry["kind"] == names.KIND_RUN:  # a new run, or one that resumed from a checkpoint
-                    last = {"step": entry["step"]}
+                    last, warned = {"step": entry["step"]}, set()
                     continue
                 line = describe(entry)
                 if entry["kind"] == names.KIND_TRAIN:
@@ -55,6 +56,12 @@ def watch(path: Path, steps: int, runs: Callable[[], bool], console: Console | N
                 steps = max(steps, entry["step"])  # the trainer may have been given flags that make more
                 if not console.is_terminal or entry["kind"] == names.KIND_EVAL:
                     console.print(f"step {entry['step']}/{steps}  {line}", markup=False, highlight=False)
+                if entry["kind"] == names.KIND_TRAIN:
+                    warnings = {name for name in entry if name.startswith(names.WARNING_PREFIX)}
+                    for name in sorted(warnings - warned):
+                        text = f"Warning, from step {entry['step']} on: {entry[name]}"
+                        console.print(text, style="bold yellow", markup=False, highlight=False, soft_wrap=True)
+                    warned = warnings
                 if names.SAMPLE in entry:
                     text = " ".join(entry[names.SAMPLE].split())
                     ending = text if len(text) <= _SAMPLE_LENGTH else f"…{text[-_SAMPLE_LENGTH:]}"
@@ -70,7 +77,7 @@ def watch(path: Path, steps: int, runs: Callable[[], bool], console: Console | N
                 )
             if running:
                 time.sleep(_POLL_SECONDS)
-        progress.update(bar, description=line, left="")
+        progress.update(bar, description=line, completed=last.get("step", 0), total=steps, left="")
 
 
 def _behind(shown: Mapping[str, Any] | None, entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -33,7 +33,10 @@ pytestmark = pytest.mark.usefixtures("brief_waits")
 def test_watch_prints_every_line_and_ends_with_the_process(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     sampled = TRAIN | {names.SAMPLE: f"{'long ' * 40}What is\n[3 * 4]? 12", names.SAMPLE_REWARD: 1.0}
-    lines = [json.dumps({"kind": "eval", "step": 0, "eval_gcd[/hard]_pass1": 0.1}), json.dumps(sampled)]
+    warning = {f"{names.WARNING_PREFIX}groups": "nothing."}
+    steps = [{"kind": "eval", "step": 0, "eval_gcd[/hard]_pass1": 0.1}, sampled | warning]
+    steps += [{**TRAIN, "step": step, **more} for step, more in ((2, warning), (3, {}), (4, warning))]
+    lines = [json.dumps(step) for step in steps]
     script = f"import time; time.sleep(0.3); open({str(path)!r}, 'w').write({chr(10).join(lines)!r} + chr(10))"
     trainer = subprocess.Popen([sys.executable, "-c", script])
     output = io.StringIO()
@@ -44,7 +47,12 @@ def test_watch_prints_every_line_and_ends_with_the_process(tmp_path: Path) -> No
     assert output.getvalue().splitlines() == [
         "step 0/4  held-out reward gcd[/hard] 0.100",
         "step 1/4  reward 0.25  entropy 1.50  length 12  seconds 20.4",
+        "Warning, from step 1 on: nothing.",
         f"  for example, with reward 1.00: …{('long ' * 40 + 'What is [3 * 4]? 12')[-80:]}",
+        "step 2/4  reward 0.25  entropy 1.50  length 12  seconds 20.4",
+        "step 3/4  reward 0.25  entropy 1.50  length 12  seconds 20.4",
+        "step 4/4  reward 0.25  entropy 1.50  length 12  seconds 20.4",
+        "Warning, from step 4 on: nothing.",
     ]
 
 
