@@ -33,6 +33,7 @@ from openrlhf_gtpo.report.answers import per_question, summarize, table
 from openrlhf_gtpo.training.settings import prompts
 
 _INTERRUPTED = "interrupted; the same command goes on."
+_MAX_LEN = 4096
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +64,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--data.input_template", help="text with {} for the question, used without a chat template")
     turn = "pass the question as the user's turn"
     add("--data.apply_chat_template", action=argparse.BooleanOptionalAction, help=turn)
-    add("--data.max_len", type=int, default=4096, help="maximum tokens of a question and an answer together")
+    longest = f"maximum tokens of a question and an answer together (default: {_MAX_LEN}, or the model's positions)"
+    add("--data.max_len", type=int, help=longest)
     add("--data.max_samples", type=int, default=10**8, help="maximum questions of each data set, from its start")
     add("--rollout.max_new_tokens", type=int, default=1024, help="maximum tokens of an answer")
     add("--rollout.top_p", type=float, default=1.0, help="top-p of sampling")
@@ -201,6 +203,9 @@ def checked_inputs(flags: dict[str, Any], model: str, named: str | None = None) 
     checkpoint = Model(model, "--model")
     checkpoint.check_weights()
     before, flags = flags, prompts.filled(flags, Path(model))
+    if flags["data.max_len"] is None:
+        positions = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", _MAX_LEN)
+        flags["data.max_len"] = min(_MAX_LEN, positions)
     file, trained_with = flags["reward.remote_url"], prompts.kept_prompts(Path(model)).get(prompts.AGENT)
     if trained_with and not (file or flags[prompts.AGENT] or _is_own(trained_with, model, named or model)):
         raise UsageError(
@@ -255,6 +260,7 @@ def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> 
 
     # One file of answers for each data set, beside the scores of an earlier call.
     run, tokenizer, reward = checked_inputs(flags, model, args.model)
+    flags |= {"data.max_len": run.data.max_len}
     agent = run.train.agent_func_path
     source = agent or flags["reward.remote_url"]
     variables: dict[str | None, Any] = {None: prompts.template_variables(run.data.chat_template_kwargs)}

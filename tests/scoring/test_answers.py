@@ -246,7 +246,6 @@ def command(place: Path, output: str, **changed: Any) -> list[str]:
         "eval.n_samples_per_prompt": 4,
         "reward.remote_url": reasoning_gym_reward.__file__,
         "data.label_key": "scorer_label",
-        "data.max_len": 128,
         "rollout.max_new_tokens": 8,
     } | changed
     return [
@@ -306,7 +305,7 @@ def test_answers_that_other_weights_or_another_reward_have_scored_are_refused(
     for change, sentence in (
         (lambda: None, "has answers with weights "),
         (lambda: grader.write_text(grader.read_text() + "\n"), "has answers with reward "),
-        (lambda: changed.update({"data.max_len": 256}), "has answers with max_len 128, and this evaluation has 256"),
+        (lambda: changed.update({"data.max_len": 256}), "has answers with max_len 2048, and this evaluation has 256"),
     ):
         change()
         capsys.readouterr()
