@@ -32,6 +32,7 @@ CPU_MEMORY_SHARE = 0.2
 
 _UPSTREAM_GPUS = 8  # of each group by upstream's default, and as many processes on a host without GPUs
 _UPSTREAM_TOKENS = 16192  # its --train.max_tokens_per_gpu, which takes a GPU's memory
+_RAY_STARTS = 10
 CPU_TOKENS = 2048  # of a micro-batch on Megatron, as in the quickstart
 
 
@@ -189,7 +190,7 @@ def start_ray(args: SimpleNamespace, gpus: int) -> None:
         if not os.environ.get("RAY_ADDRESS"):
             options |= {"address": "local", "num_gpus": gpus, "num_cpus": gpus + 4, "include_dashboard": False}
     # Ray gives its agents 15 s to start (launch/ray_node.py); the first try has read from the disk what they import.
-    for _ in range(3):
+    for _ in range(_RAY_STARTS):
         try:
             ray.init(**options)
             return
@@ -198,7 +199,7 @@ def start_ray(args: SimpleNamespace, gpus: int) -> None:
         except Exception as error:
             if "timed out during startup" not in str(error):  # Ray raises no type of its own
                 raise
-    raise Restartable("Ray did not start on this host in 3 attempts of 30 s; is the host or its disk busy?")
+    raise Restartable(f"Ray did not start on this host in {_RAY_STARTS} attempts of 30 s; is the host or its disk busy?")
 
 
 def check_gpus() -> None:

@@ -143,10 +143,10 @@ def test_a_ray_that_does_not_answer_is_the_users_mistake(monkeypatch: pytest.Mon
 
 def test_ray_is_started_again_if_its_agents_were_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever else Ray raises is shown as it is."""
-    raised = [Exception(f"The current node {what}") for what in ("timed out during startup.",) * 5 + ("is no node.",)]
+    raised = [Exception(f"The current node {what}") for what in ("timed out during startup.",) * 12 + ("is no node.",)]
     monkeypatch.setattr(ray, "init", lambda **options: raised and _raise(raised.pop(0)))
     args = upstream_parser.parse(GROUP.split())
-    with pytest.raises(Restartable, match="Ray did not start on this host in 3 attempts of 30 s"):
+    with pytest.raises(Restartable, match="Ray did not start on this host in 10 attempts of 30 s"):
         start_ray(args, gpus=1)
     with pytest.raises(Exception, match="is no node"):
         start_ray(args, gpus=1)
