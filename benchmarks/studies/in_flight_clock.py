@@ -63,15 +63,14 @@ class Row:
 
 
 class Clock:
-    """The run that a stream belongs to, with its sampler and engine; ``seconds`` go by while the engine decodes."""
+    """A stream's sampler and its groups, with their engine; ``seconds`` go by while the engine decodes."""
 
     def __init__(self, host: Host, prompts: int, median: int, filtered: float, seed: int) -> None:
         self.host, self._random = host, np.random.default_rng(seed)
-        self.version = self.episode = self.sampled = self.drawn = 0
+        self.version = self.sampled = self.drawn = 0
         self.seconds = 0.0
-        self.features: list[Any] = []
         self.args = SimpleNamespace(algo=SimpleNamespace(dynamic_filtering_enable=filtered > 0))
-        self.per_rollout, self.sampler, self.prompts = BATCH, self, prompts
+        self.per_rollout, self.prompts = BATCH, prompts
         self._medians = median * np.exp(self._random.normal(0, 0.6, prompts))
         self._filtered = self._random.random(prompts) < filtered
         self._queue: deque[Row] = deque()
@@ -156,7 +155,7 @@ class Dropping(Stream):
 
     def _chosen(self) -> list[Any] | None:
         for prompt in [*self._complete]:
-            if self._run.version - min(row.oldest for row in prompt.rows) > self._max_staleness:  # type: ignore
+            if self._engines.version - min(row.oldest for row in prompt.rows) > self._max_staleness:  # type: ignore
                 self._complete.remove(prompt)
                 prompt.rows = []
                 self._ask(prompt)
@@ -170,21 +169,19 @@ def simulate(
 ) -> dict[str, float]:
     """A run of an episode of ``steps`` steps."""
     clock = Clock(host, int(steps * BATCH / (1 - filtered)), median, filtered, seed)
-    stream = (Dropping if rule == "dropping" else Stream)(clock, max_staleness)  # type: ignore[arg-type]
+    engines = mock.MagicMock(version=0)  # nobody asks them but the clock
+    stream = (Dropping if rule == "dropping" else Stream)(clock, None, engines, lambda steps: True, max_staleness)
     if rule != "complete first":
         stream._ahead = max_staleness
-    with (
-        mock.patch.object(module, "Groups", lambda *given: clock),
-        mock.patch.object(module.threading, "Thread", mock.MagicMock()),
-    ):
-        stream.begin(1)
+    with mock.patch.object(module, "Groups", lambda *given: clock):
+        stream.begin(0, 1)
     ages: list[int] = []
     lengths: list[list[int]] = []
     waited = 0.0
 
     def collect(groups: list[tuple[Request, list[Row]]]) -> None:
         for group in groups:
-            stream._collect(*group)  # type: ignore[arg-type]
+            stream._take_up(*group)  # type: ignore[arg-type]
 
     exhausted = False
     while not exhausted:
@@ -204,7 +201,7 @@ def simulate(
         while clock.seconds < ends:
             collect(clock.decode(ends))
         clock.seconds += host.transfer + host.prefill_token * clock.in_flight()
-        clock.version += 1
+        clock.version = engines.version = clock.version + 1
     assert max(ages) <= max_staleness, "a token is too old"
     means, trained = [statistics.fmean(step) for step in lengths], sum(map(sum, lengths))
     third = max(1, len(means) // 3)

@@ -1,11 +1,10 @@
 """Prompts at which the policy had no right response are queued, answered by the guide, and trained on once."""
 
 import dataclasses
-from collections.abc import Mapping
-from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -15,12 +14,12 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.token_values import TokenValues
+from openrlhf_gtpo.training import step as step_module
 from openrlhf_gtpo.training.credit.experiences import ExperienceMaker
 from openrlhf_gtpo.training.credit.info import off_policy_rows
 from openrlhf_gtpo.training.feature import ControllerFeature, EngineFeature
 from openrlhf_gtpo.training.features.guide.rescue import RescueQueue
 from openrlhf_gtpo.training.rows import Rollout, Row
-from openrlhf_gtpo.training.step import run_step
 from tests.support.fake_engines import RESCUE, answers, fours, guided, sleeping
 from tests.support.rollouts import arguments, in_sampling_order, maker, rollout
 
@@ -220,29 +219,16 @@ def test_a_rescued_batch_has_its_weight_and_leaves_no_trace(monkeypatch: pytest.
         torch.testing.assert_close(shaped, weight * wanted)
 
 
-def test_rescued_rows_are_trained_on_with_the_steps_own() -> None:
+def test_rescued_rows_are_trained_on_with_the_steps_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, and in the same optimizer steps, as only there a weight can count; a rollout's log covers its own rows."""
+    run: Any = MagicMock(step=4, features=())
+    run.maker.make = lambda rows, own=True: [*rows]
+    run.log.describe.return_value = {}
+    run.answered.side_effect = [Rollout(["own"], 1, False, others=["rescued"]), Rollout(["own"], 1, False)]
     dealt: list[Any] = []
-    described: list[Any] = []
-
-    def describe(rollout: Rollout, own: Any, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        described.append(own)
-        return {}
-
-    run: Any = SimpleNamespace(
-        step=4,
-        features=(),
-        phase=lambda name, metrics: nullcontext(),
-        sampled=lambda rollout: None,
-        rollouts=SimpleNamespace(drain=lambda: None, has_failed=False),
-        maker=SimpleNamespace(make=lambda rows, own=True: [*rows]),
-        deal=dealt.append,
-        train=lambda step: {},
-        adapt_kl_coefficient=lambda metrics: None,
-        send_weights=lambda: None,
-        describe=describe,
-        log=lambda metrics, stays: None,
-    )
-    run_step(run, lambda: Rollout(["own"], 1, False, others=["rescued"]))
-    run_step(run, lambda: Rollout(["own"], 1, False))
+    monkeypatch.setattr(step_module, "deal", lambda run, experiences: dealt.append(experiences))
+    monkeypatch.setattr(step_module, "train", lambda run, step: {})
+    step_module.run_step(run)
+    step_module.run_step(run)
+    described = [call.args[2] for call in run.log.describe.call_args_list]
     assert dealt == [["own", "rescued"], ["own"]] and described == [["own"]] * 2 and run.step == 6

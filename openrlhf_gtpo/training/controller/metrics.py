@@ -1,6 +1,7 @@
-"""Metrics that the controller adds to upstream's: warnings of a step, and statistics of an evaluation."""
+"""What the controller logs: a step's numbers with warnings, and an evaluation's."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +12,104 @@ from torch import Tensor
 from openrlhf_gtpo.algorithms import success
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.answers import best_of
+from openrlhf_gtpo.training.controller.engines import Engines
+from openrlhf_gtpo.training.controller.heartbeat import Phases
+from openrlhf_gtpo.training.controller.rollouts import Rollouts
+from openrlhf_gtpo.training.controller.step_costs import StepCosts
+from openrlhf_gtpo.training.controller.trackers import Trackers
 from openrlhf_gtpo.training.credit.entropy_credit import COMPARE_WITHIN_GROUPS, EntropyCredit
-from openrlhf_gtpo.training.rows import Row
+from openrlhf_gtpo.training.credit.experiences import ExperienceMaker
+from openrlhf_gtpo.training.rows import Rollout, Row
 
 _MOSTLY = 0.9  # of a step's responses
+
+
+@dataclass
+class Log:
+    """Gathers a step's numbers and writes them to the trackers; ``costs`` are those of the step in progress."""
+
+    args: SimpleNamespace
+    tokenizer: Any
+    trackers: Trackers
+    phases: Phases
+    costs: StepCosts
+    maker: ExperienceMaker
+    engines: Engines
+    rollouts: Rollouts
+    warnings: Mapping[str, str] = field(default_factory=dict)  # of the last step
+
+    def begin_step(self) -> None:
+        """A step begins now."""
+        self.costs.begin()
+        self.phases.show(names.GENERATION)
+
+    def describe(
+        self, step: int, rollout: Rollout, own: Sequence[Experience], metrics: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """What is logged of the step besides its phases' own metrics."""
+        self.costs.trained()
+        args = self.args
+        more = describe_rollout(own, self.tokenizer) | self.maker.metrics
+        more[names.TIMING_STEP_TOTAL] = sum(metrics[names.timing(phase)] for phase in names.PHASES)
+        if args.rollout.is_sampled:
+            more[names.TOKENS_SAMPLED] = float(rollout.tokens)
+        if args.train.max_restarts:
+            more[names.RESTARTS_ENGINES] = float(self.engines.restarts)
+            more[names.DROPPED_PROMPTS] = float(rollout.dropped)
+        if args.train.async_enable:
+            more |= self.rollouts.describe(rollout, step)
+            more[names.TIMING_ROLLOUT] = rollout.seconds
+            more[names.IDLE_TRAINER] = metrics[names.timing(names.GENERATION)]
+        if "ppo_clip_ratio" in metrics:
+            more[names.CLIP_FRACTION] = metrics["ppo_clip_ratio"]
+        if args.algo.dynamic_filtering_enable:
+            more["dynamic_filtering_pass_rate"] = rollout.passed
+        return more
+
+    def step(self, step: int, metrics: dict[str, Any], failures: str, stays: bool) -> None:
+        """Write the metrics of the step that was trained last, with what leaves nothing to learn.
+
+        Args:
+            failures: why checkpoints were not saved.
+            stays: as for ``Trackers.train``.
+        """
+        args, maker = self.args, self.maker
+        if step == 1 and (line := outcomes_line(maker.outcome, maker.credit)):
+            print(line, flush=True)
+        if step == 1 and args.train.shares_prompts and names.TOKENS_ROWS in metrics:
+            computed, of_rows = metrics[names.TOKENS_COMPUTED], metrics[names.TOKENS_ROWS]
+            print(f"Each prompt once: {computed:,.0f} tokens are trained on for rows of {of_rows:,.0f}.", flush=True)
+        before = self.warnings
+        self.warnings = step_warnings(metrics, maker.outcome, args, maker.credit)
+        for name in self.warnings.keys() - before.keys():
+            print(f"Warning, from step {step} on: {self.warnings[name]}", flush=True)
+        metrics |= self.costs.end() | maker.seconds
+        seconds = {phase: metrics.get(names.timing(phase), 0.0) for phase in names.PHASES}
+        if args.train.async_enable:
+            metrics[names.IDLE_ENGINES] = max(0.0, metrics[names.TIMING_STEP_WALL] - self.rollouts.take_busy())
+            seconds[names.GENERATION] = metrics[names.TIMING_ROLLOUT]
+        for phase in names.PHASES:
+            if seconds[phase]:
+                # The engines' are all that were sampled, those of dropped groups too.
+                sampled = phase == names.GENERATION and metrics.get(names.TOKENS_SAMPLED)
+                tokens = sampled or self.costs.response_tokens
+                metrics[names.tokens_per_second(phase)] = tokens / seconds[phase]
+        shown = {name: value for name, value in metrics.items() if name != "generated_samples"}
+        print(f"Global step {step}: {shown}", flush=True)
+        notes = self.warnings | ({names.WARNING_PREFIX + "checkpoint": failures} if failures else {})
+        self.trackers.train(step, metrics, notes, stays)
+
+    def evaluation(self, step: int, rows: Sequence[Row], held_out: Any) -> dict[str, float]:
+        """Write the metrics of an evaluation; returns upstream's.
+
+        Args:
+            rows: of all prompts of ``held_out``, their loader.
+        """
+        sources, samples = sources_of(held_out), self.args.eval.n_samples_per_prompt
+        metrics = eval_metrics(rows, sources, samples)
+        self.trackers.evaluation(step, metrics, held_out_statistics(rows, sources, samples))
+        print(f"Evaluation of step {step}: {metrics}", flush=True)
+        return metrics
 
 
 def step_warnings(

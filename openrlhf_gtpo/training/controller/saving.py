@@ -26,7 +26,7 @@ class Saver:
         on_try: called each time that they are going to.
 
     Attributes:
-        failures: why saves failed since the last call of :meth:`take_failures`.
+        failures: those that :meth:`take_failures` will return.
     """
 
     def __init__(self, args: SimpleNamespace, models: Models, on_try: Callable[[], None]) -> None:
@@ -36,6 +36,8 @@ class Saver:
         self.failures: list[str] = []
 
     def take_failures(self) -> str:
+        """Why saves have failed since the last call, among them an asynchronous one that is over by now."""
+        self.publish()
         failures, self.failures = self.failures, []
         return " ".join(failures)
 
@@ -47,9 +49,6 @@ class Saver:
             self._best_key = saved or self._best_key
             if (value := states.get("best_eval_metric_value")) is not None:
                 self._best = value
-
-    def due(self, step: int) -> bool:
-        return step % self._args.ckpt.save_steps == 0
 
     def save(self, step: int, states: dict[str, Any]) -> bool:
         """Save a checkpoint of ``step``; False if it could not be written, and the next save will try again."""

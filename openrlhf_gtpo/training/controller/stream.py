@@ -7,30 +7,27 @@ and none is dropped for its age: a step takes the groups that are complete first
 after it could not take any more. With prompts of 1 + N steps in flight that would be first in, first out; with fewer,
 short responses overtake long ones.
 
-A thread collects what engines answer, under the condition's lock. :meth:`still` takes it too: while weights are sent,
-a checkpoint is written or the policy is evaluated, nothing is drawn or asked.
+The engines' thread collects what they answer, under the lock of ``Engines.changed``. :meth:`still` takes it too: while
+weights are sent or a checkpoint is written, nothing is drawn or asked; nor while that thread evaluates the policy.
 """
 
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.report import names
-from openrlhf_gtpo.training.controller.rollouts import IN_FLIGHT, Rollouts, staleness
+from openrlhf_gtpo.training.controller.engines import Engines
+from openrlhf_gtpo.training.controller.rollouts import IN_FLIGHT, LOADER, Rollouts, staleness
 from openrlhf_gtpo.training.rollout.groups import Groups, Parts
 from openrlhf_gtpo.training.rollout.packed import pack, pack_json, unpack, unpack_json
 from openrlhf_gtpo.training.rows import Request, Rollout, Row, ages
 from openrlhf_gtpo.training.settings.run import steps_in_flight
-
-if TYPE_CHECKING:
-    from openrlhf_gtpo.training.controller.controller import Controller
 
 _COUNTS = ("prompts", "tokens", "dropped")  # of what was sampled for the next step
 _LOOK_EVERY = 0.2  # seconds after which the thread learns of new requests
@@ -50,72 +47,69 @@ class Stream(Rollouts):
     """The prompts in flight, and the groups that are ready.
 
     Args:
-        run: has the sampler, and sends weights.
+        sampler, loader, engines, may_sample_ahead: as for ``Rollouts``.
         max_staleness: how many steps a token may be older than the policy that trains on it.
     """
 
-    def __init__(self, run: "Controller", max_staleness: int) -> None:
-        super().__init__(run, ahead=True)
-        self._max_staleness = max_staleness
+    def __init__(
+        self, sampler: Any, loader: Any, engines: Engines, may_sample_ahead: Callable[[int], bool], max_staleness: int
+    ) -> None:
+        super().__init__(sampler, loader, engines, may_sample_ahead)
+        self._may_ask_ahead, self._max_staleness = may_sample_ahead, max_staleness
         self._ahead = steps_in_flight(max_staleness) - 1
         self._prompts: dict[int, _Prompt] = {}  # all that were drawn and not trained on, by number
         self._complete: list[_Prompt] = []  # those of them that have rows, in the order in which they came
         self._groups: Groups | None = None  # which engines were asked for; made at the beginning
+        self._episode = 0  # whose prompts are trained on
         self._drawing = 0  # the episode whose prompts are drawn
         self._end = 0  # the first episode that the run does not have
         self._next = Rollout([], 0, False)  # counts what was sampled since the last step
-        self._moved_at = 0.0  # when an engine last answered, or the run did something else than to wait for one
+        self._waited = 0.0  # seconds without an answer, since weights were sent
         self._ended = False
 
-    def begin(self, episodes: int) -> None:
-        """``episodes`` follow; prompts of the first of them may be in flight."""
-        self._drawing = max(self._drawing, self._run.episode)
-        self._end = self._run.episode + episodes
-        self._groups = Groups(self._run.sampler, self._run.sampler.training_params())
-        self._moved_at = time.monotonic()
-        for prompt in self._prompts.values():  # of a checkpoint
+    def begin(self, episode: int, end: int) -> None:
+        """Also ask again for the prompts that are in flight in the checkpoint, which belong to the first episodes."""
+        self._episode, self._drawing, self._end = episode, max(self._drawing, episode), end
+        self._groups = Groups(self._sampler, self._sampler.training_params())
+        for prompt in self._prompts.values():
             if not prompt.rows:
                 self._ask(prompt)
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
+        self._engines.ask(self._collect)
 
-    def next(self) -> Rollout:
-        """The next step's rollout, of groups that are complete; an episode's last one has what is left.
+    def next(self) -> Rollout | None:
+        """The next step's rollout, of groups that are complete; an episode's last one has what is left. None if
+        weights have to be sent first.
 
         Raises:
-            Exception: what the thread raised.
+            Exception: what was raised on the engines' thread.
         """
-        with self._changed:
-            while True:
-                self._raise_failure()
-                if self._lacks_engines:  # and no step is going to send weights
-                    self._run.send_weights()
-                self._draw_ahead()  # the next episode, if the rest of the last one was filtered or dropped
-                self._changed.wait_for(lambda: self.has_failed or self._lacks_engines or self._chosen() is not None)
-                if not (self.has_failed or self._lacks_engines):
-                    return self._take()
+        engines = self._engines
+        with engines.changed:
+            if not (self.has_failed or engines.lack_weights):
+                self._draw_ahead()  # the next episode, if the rest of the last one was filtered
+                engines.changed.wait_for(lambda: self.has_failed or engines.lack_weights or self._chosen() is not None)
+            if self._failure is not None:
+                raise self._failure
+            return None if engines.lack_weights else self._take()
 
-    def drain(self) -> None:
+    def drain(self) -> bool:
         """Engines go on: they are paused while weights are sent."""
-
-    def weights_sent(self) -> bool:
-        """The engines have the version's weights, and are asked for more."""
-        if self._groups is not None:
-            self._lacks_engines = False
-            self._draw_ahead()
-            self._changed.notify_all()
         return True
 
-    @contextmanager
-    def still(self) -> Iterator[None]:
+    def weights_sent(self) -> bool:
+        """The engines are asked for more."""
+        if self._groups is not None:
+            self._waited = 0.0
+            self._draw_ahead()
+        return True
+
+    def still(self) -> AbstractContextManager[Any]:
         """Within this block no prompt is drawn, and no engine asked for a response to train on, before weights are
         sent."""
-        with self._changed:
-            yield
-            self._moved_at = time.monotonic()
+        return self._engines.changed
 
     def is_moving(self, seconds: float) -> bool:
-        return not self._groups or time.monotonic() - self._moved_at < seconds
+        return not self._groups or self._waited < seconds
 
     def end(self) -> None:
         """No step follows."""
@@ -130,7 +124,8 @@ class Stream(Rollouts):
         return staleness(rollout, step) | {names.STALENESS_SPREAD: float(np.mean(spreads))}
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: groups that are ready, prompts in flight, and counts for the next step."""
+        """For a checkpoint: the place in the data, groups that are ready, prompts in flight, and counts for the next
+        step."""
         in_flight = [prompt for prompt in self._prompts.values() if not prompt.rows]
         rows = [replace(row, label=None) for prompt in self._complete for row in prompt.rows]
         prompts = []
@@ -142,7 +137,7 @@ class Stream(Rollouts):
         seen = replace(self._next, dropped=0) if self.has_failed else self._next
         counts = [getattr(seen, name) for name in _COUNTS]
         kept = {"rows": pack(rows), "prompts": pack_json(prompts), "drawing": self._drawing, "counts": counts}
-        return {IN_FLIGHT: kept}
+        return {LOADER: self._loader.state_dict(), IN_FLIGHT: kept}
 
     def restore(self, state: Mapping[str, Any]) -> int:
         kept = state.get(IN_FLIGHT)
@@ -155,7 +150,7 @@ class Stream(Rollouts):
             return 0
         rows = iter(unpack(kept["rows"]))
         for text, label, number, episode, version, count, *variables in unpack_json(kept["prompts"]):
-            request = self._run.sampler.request((text, label, None), number)
+            request = self._sampler.request((text, label, None), number)
             if variables:  # an earlier version's have none; the template may make another text of the row today
                 request = request._replace(variables=variables[0])
             prompt = _Prompt(request, episode, version)
@@ -170,8 +165,8 @@ class Stream(Rollouts):
 
     def _draw_ahead(self) -> None:
         """Draw and ask for the next step, and for as many after it as features let be sampled with these weights."""
-        ahead, features, per_step = 0, self._run.features, self._run.sampler.per_rollout
-        while ahead < self._ahead and all(each.may_sample_ahead(ahead + 1) for each in features):
+        ahead, per_step = 0, self._sampler.per_rollout
+        while ahead < self._ahead and self._may_ask_ahead(ahead + 1):
             ahead += 1
         drawn = Counter(prompt.episode for prompt in self._prompts.values())
         while self._drawing < self._end:
@@ -183,7 +178,7 @@ class Stream(Rollouts):
 
     def _draw(self) -> bool:
         """Draw and ask for a prompt; False at the end of the episode."""
-        request = self._run.sampler.draw()
+        request = self._sampler.draw()
         if request is None:
             self._drawing += 1
             return False
@@ -193,12 +188,12 @@ class Stream(Rollouts):
 
     def _ask(self, prompt: _Prompt) -> None:
         assert self._groups is not None
-        prompt.version = self._run.version
+        prompt.version = self._engines.version
         self._groups.ask(prompt.request)
 
     def _chosen(self) -> list[_Prompt] | None:
         """The groups that the next step takes; None if it waits for more."""
-        version, episode, per_step = self._run.version, self._run.episode, self._run.sampler.per_rollout
+        version, episode, per_step = self._engines.version, self._episode, self._sampler.per_rollout
         ready = [prompt for prompt in self._complete if prompt.episode == episode]
         mine = [prompt for prompt in self._prompts.values() if prompt.episode == episode]
         size = min(per_step, len(mine)) if self._drawing > episode else per_step
@@ -225,39 +220,39 @@ class Stream(Rollouts):
             self._complete.remove(prompt)
             del self._prompts[prompt.request.number]
         rollout, self._next = self._next, Rollout([], 0, False)
-        episode = self._run.episode
+        episode = self._episode
         rollout.exhausted = self._drawing > episode and all(each.episode > episode for each in self._prompts.values())
+        self._episode += rollout.exhausted
         rollout.version = min((prompt.version for prompt in taken), default=0)
         groups = {prompt.request.number: prompt.rows for prompt in taken}
-        return self._run.sampler.rollout(groups, rollout.prompts + len(taken), rollout)
+        return self._sampler.rollout(groups, rollout.prompts + len(taken), rollout)
 
-    def _serve(self) -> None:
-        """On the thread: collect what engines answer, until the run ends."""
+    def _collect(self) -> None:
+        """On the engines' thread, again and again until the run ends: collect what they answer."""
         groups = self._groups
         assert groups is not None
+        if self._ended:
+            return
         try:
-            while not self._ended:
-                if not groups:
-                    time.sleep(_LOOK_EVERY / 10)
-                    continue
-                began = time.perf_counter()
-                answered = groups.answered(_LOOK_EVERY)
-                waited = time.perf_counter() - began
-                with self._changed:
-                    self._moved_at = time.monotonic() if answered else self._moved_at
-                    self._busy += waited
-                    self._next.seconds += waited
-                    for request, parts in groups.complete(answered):
-                        self._collect(request, parts)
-                    self._changed.notify_all()
+            if not groups:
+                time.sleep(_LOOK_EVERY / 10)
+            began = time.perf_counter()
+            answered = groups.answered(_LOOK_EVERY)
+            waited = time.perf_counter() - began
+            with self._engines.changed:
+                self._waited = 0.0 if answered else self._waited + waited
+                self._busy += waited
+                self._next.seconds += waited
+                for request, parts in groups.complete(answered):
+                    self._take_up(request, parts)
         except BaseException as error:  # the controller's thread raises it
-            with self._changed:
-                self._failure = error
-                self._changed.notify_all()
+            self._failure = error
+            return
+        self._engines.ask(self._collect)
 
-    def _collect(self, request: Request, parts: Parts) -> None:
-        sampler, prompt = self._run.sampler, self._prompts[request.number]
-        filters = self._run.args.algo.dynamic_filtering_enable
+    def _take_up(self, request: Request, parts: Parts) -> None:
+        sampler, prompt = self._sampler, self._prompts[request.number]
+        filters = sampler.args.algo.dynamic_filtering_enable
         may_drop = sampler.may_drop(max(sampler.per_rollout, len(self._prompts)))
         prompt.rows = sampler.kept(parts, self._next, may_drop, filters)
         if prompt.rows:

@@ -62,7 +62,7 @@ def test_rows_of_another_group_size_are_not_trained_on(
             again.controller.fit()
         assert not again.actors.trained, "a step was trained"
         if earlier:
-            again.controller.rollouts._thread.join()  # it samples what no step trains on
+            again.controller.engines.ask(lambda: None).result()  # the thread samples what no step trains on
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def test_a_trainer_on_the_same_gpus_waits_until_a_lost_engine_has_started(
 ) -> None:
     serving = [Engine(), Engine()]
     zero, one = serving
-    engines, waited = Engines(serving, max_restarts=1, stall_timeout=0), []
+    engines, waited = Engines(serving, max_restarts=1, stall_timeout=0, sleep=True), []
     monkeypatch.setattr("openrlhf_gtpo.training.controller.engines.wait_for_engines", waited.append)
     engines.wait_for_lost()
     assert not waited

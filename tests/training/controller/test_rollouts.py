@@ -4,12 +4,14 @@ trained once, by the policy of the step after the one that sampled it, and a run
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from ray.exceptions import ActorUnavailableError
 
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.report import names
@@ -22,7 +24,7 @@ from openrlhf_gtpo.training.features.sampler_entropy.controller import SamplerEn
 from openrlhf_gtpo.training.rollout.packed import pack, unpack
 from openrlhf_gtpo.training.rows import Rollout, Row
 from tests.support.controllers import Group, controller, engine_handle, run_arguments
-from tests.support.fake_engines import RESCUE, Engine, GuideExecutor, PolicyExecutor, answers, fours
+from tests.support.fake_engines import RESCUE, Engine, GuideExecutor, PolicyExecutor, Remote, answers, fours
 
 ARGV = ("--train.num_episodes", "2", "--ckpt.save_steps", "1", "--algo.advantage.is_correction_level", "token")
 ARGV += ("--logger.entropy_enable", "--rollout.entropy", "actor")
@@ -61,7 +63,13 @@ class Run:
     """
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, folder: Path, prompts: int, *argv: str, loaded: Any = None
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        folder: Path,
+        prompts: int,
+        *argv: str,
+        loaded: Any = None,
+        held_out: int = 0,
     ) -> None:
         argv += (*ARGV, *(("--ckpt.load_enable",) if loaded else ()))
         self.args = run_arguments(folder, *argv, estimator="group_norm")
@@ -71,7 +79,9 @@ class Run:
         guide.executor.asked = Forgetful()
         answers([guide], lambda label: int(label) % 2 == 1 or fours(label))
         monkeypatch.setattr(guide_module, "start_guide", lambda *given: [engine_handle(guide)])
-        self.controller = controller(monkeypatch, self.args, self.actors, prompts, 0, [engine_handle(self.engine)])
+        self.controller = controller(
+            monkeypatch, self.args, self.actors, prompts, held_out, [engine_handle(self.engine)]
+        )
         if self.args.algo.guide.model_name_or_path:
             self.engine.executor = PolicyExecutor()
             self.engine.executor.asked = Forgetful()
@@ -84,7 +94,7 @@ class Run:
             return make(rows, own)
 
         def sampled() -> Rollout:
-            self.actors.log.append(f"sample with {self.controller.version}")
+            self.actors.log.append(f"sample with {self.controller.engines.version}")
             return sample()
 
         self.controller.maker.make, self.controller.sampler.sample = made, sampled
@@ -138,7 +148,7 @@ def test_engines_sample_while_a_step_trains_and_not_while_weights_are_sent(
             samples.set()
             assert trains.wait(60)
         rollout = sample()
-        ended.append(run.controller.version)
+        ended.append(run.controller.engines.version)
         return rollout
 
     def fitted(kl_ctl: float) -> Any:
@@ -236,38 +246,47 @@ def test_rows_are_packed_and_unpacked() -> None:
     assert unpack(pack([])) == []
 
 
-class Died(Exception):
-    pass
-
-
-@pytest.mark.parametrize("rollout", [1, 2])
-def test_with_no_engine_left_a_rollout_waits_for_weights(
-    rollout: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("dies_in", ["rollout 1", "rollout 2", "rollout 3", "evaluation 1"])
+@pytest.mark.parametrize("deaths", [1, 2])
+@pytest.mark.parametrize("flags", [(), AHEAD], ids=["in turns", "ahead"])
+def test_with_no_engine_left_what_was_asked_waits_for_weights(
+    flags: tuple[str, ...], deaths: int, dies_in: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The thread never sends any: the step in progress does, and before the first step the controller."""
-    run = Run(monkeypatch, tmp_path, 8, *AHEAD)
-    control, begun, senders = run.controller, [], []
-    sample = control.sampler.sample
+    """The controller sends them, never the engines' thread, and again if those engines die too; a rollout ahead gets
+    them from the step in progress, and is complete before that step is saved or evaluated."""
+    argv = (*flags, "--train.max_restarts", "2", "--eval.steps", "2", "--eval.dataset", "x")
+    run = Run(monkeypatch, tmp_path, 8, *argv, held_out=2)
+    engines, sampler, senders = run.controller.engines, run.controller.sampler, []
+    [handle] = engines.serving
+    bring_back, dead, asked = engines.bring_back, [], Counter[str]()
 
-    def recover(error: Exception) -> None:
-        assert isinstance(error, Died)
-        control.engines.serving.clear()
+    def serves() -> None:
+        if dead:
+            raise ActorUnavailableError("it is being started", None)
 
-    def bring_back(policy: Any) -> None:
+    def brought_back(policy: Any) -> None:
         senders.append(threading.current_thread())
-        control.engines.serving[:] = [engine_handle(run.engine)]
+        dead.clear()
+        bring_back(policy)
 
-    def sampled() -> Rollout:
-        begun.append(control.version)
-        if len(begun) == rollout:
-            control.sampling[-1](Died())  # as the sampler does
-        return sample()
+    def dying(what: str, ask: Callable[..., Any]) -> Callable[..., Any]:
+        def answer(*given: Any) -> Any:
+            asked[what] += 1
+            for _ in range(deaths if dies_in == f"{what} {asked[what]}" else 0):
+                dead.append(handle)
+                engines.recover(ActorUnavailableError("it is being started", None))
+                assert engines.serving == [handle]
+            return ask(*given)
 
-    control.engines.recover, control.engines.bring_back, control.sampler.sample = recover, bring_back, sampled
-    control.fit()
-    assert len(run.trained) == 4 and set(senders) == {threading.main_thread()}
-    sent = [place for place, what in enumerate(run.actors.log) if what == "send"]
-    assert len(sent) == 4 + (rollout == 1)
+        return answer
+
+    handle.serves, engines.bring_back = Remote(serves), brought_back
+    sampler.sample, sampler.evaluate = dying("rollout", sampler.sample), dying("evaluation", sampler.evaluate)
+    run.controller.fit()
+    sent = run.actors.log.count("send")
+    assert len(run.trained) == 4 and set(senders) == {threading.main_thread()} and engines.restarts == deaths
+    during_a_step = flags and dies_in.startswith("rollout") and dies_in != "rollout 1"
+    assert sent == 4 + deaths - bool(during_a_step)
 
 
 @pytest.mark.parametrize("fails", range(2, 7))

@@ -205,7 +205,7 @@ def test_a_request_to_stop_waits_for_room(tmp_path: Path, monkeypatch: pytest.Mo
         folder = tmp_path / str(failures)
         run = controller(monkeypatch, run_arguments(folder, "--train.stall_timeout", "60"), FullDisk(failures))
         beats: list[Any] = []
-        monkeypatch.setattr(run.watched, "show", beats.append)
+        monkeypatch.setattr(run.phases, "show", beats.append)
         run.step = 3
         stop.stop_file(run.args).touch()
         with pytest.raises(ending):

@@ -5,8 +5,8 @@ token is older than it may be, and a run goes on from any of its checkpoints.
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from ray.exceptions import ActorUnavailableError
 
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.report import names
@@ -23,10 +24,10 @@ from openrlhf_gtpo.report.heartbeat import Heartbeat
 from openrlhf_gtpo.report.metrics import read_runs
 from openrlhf_gtpo.training.controller.stream import Stream
 from openrlhf_gtpo.training.feature import ControllerFeature
-from openrlhf_gtpo.training.rollout import groups
 from openrlhf_gtpo.training.rollout.packed import pack_json, unpack_json
 from openrlhf_gtpo.training.rows import Dropped, Row
 from tests.support.controllers import controller, engine_handle, run_arguments
+from tests.support.fake_engines import Remote
 from tests.training.controller import test_rollouts
 from tests.training.controller.test_rollouts import Actors
 
@@ -193,8 +194,8 @@ def test_the_choice_leaves_what_later_steps_can_take(seed: int, staleness: int) 
     """Whatever is complete when, each step takes as many groups as it may, and none of them is too old."""
     chance = random.Random(seed)
     sampler = SimpleNamespace(per_rollout=BATCH)
-    run = SimpleNamespace(sampler=sampler, version=0, episode=0, features=[])
-    stream = Stream(run, staleness)  # type: ignore[arg-type]
+    engines: Any = SimpleNamespace(version=0)
+    stream = Stream(sampler, None, engines, lambda steps: True, staleness)
     stream._end, drawn = 1, 0
 
     def draw() -> Any:
@@ -202,7 +203,7 @@ def test_the_choice_leaves_what_later_steps_can_take(seed: int, staleness: int) 
         drawn += 1
         return SimpleNamespace(number=drawn - 1) if drawn <= 50 else None
 
-    sampler.draw, stream._ask = draw, lambda prompt: setattr(prompt, "version", run.version)
+    sampler.draw, stream._ask = draw, lambda prompt: setattr(prompt, "version", engines.version)
     taken: list[Any] = []
     while len(taken) < 50:
         stream._draw_ahead()
@@ -210,11 +211,11 @@ def test_the_choice_leaves_what_later_steps_can_take(seed: int, staleness: int) 
             [*waiting] = [prompt for prompt in stream._prompts.values() if prompt not in stream._complete]
             stream._complete.append(chance.choice(waiting))  # if none is left, the step waits for ever
         assert len(chosen) == min(BATCH, 50 - len(taken))
-        assert all(run.version - prompt.version <= staleness for prompt in chosen)
+        assert all(engines.version - prompt.version <= staleness for prompt in chosen)
         for prompt in chosen:
             stream._complete.remove(prompt)
             taken.append(stream._prompts.pop(prompt.request.number))
-        run.version += 1
+        engines.version += 1
     assert sorted(prompt.request.number for prompt in taken) == list(range(50))
     overtaken = any(earlier.version > later.version for earlier, later in pairwise(taken))
     assert overtaken == (staleness > 1), "with all that may be in flight, it is first in, first out"
@@ -375,14 +376,12 @@ def test_a_response_that_hangs_ends_the_sign_of_life(monkeypatch: pytest.MonkeyP
     asked = run.wait
 
     def wait(refs: list[Any], num_returns: int = 1, timeout: float | None = None) -> Any:
-        going_on, now = beats[-1], time.monotonic()
+        going_on, rollouts = beats[-1], run.controller.rollouts
         waiting = [ref.request.number for ref in refs if isinstance(ref, Answer)] == [1]
         if waiting and run.engine.version == 1 and going_on is not None:
-            assert going_on()
-            for later, goes_on in ((179, True), (181, False)):
-                with monkeypatch.context() as at:
-                    at.setattr(time, "monotonic", lambda later=later: now + later)
-                    assert going_on() == goes_on
+            for waited, goes_on in ((0, True), (179, True), (181, False)):
+                rollouts._waited = waited
+                assert going_on() == goes_on
             raise TrainingStopped("enough")
         return asked(refs, num_returns, timeout)
 
@@ -413,85 +412,50 @@ def test_an_audited_step_trains_on_its_own_policys_tokens(monkeypatch: pytest.Mo
     assert oldest[5] == 0 and max(oldest) >= 2  # a gate may close at an audit, so that none is ahead of the next step
 
 
-class Died(Exception):
-    pass
-
-
-def test_with_no_engine_left_prompts_wait_for_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Before the first step the controller sends them, and later the step in progress, never the thread."""
-    run = Run(monkeypatch, tmp_path, 16)
-    control, senders = run.controller, []
-
-    def died(*given: Any) -> Any:
-        raise Died
-
-    def recover(error: Exception) -> None:
-        assert isinstance(error, Died)
-        control.engines.serving.clear()
-
-    def bring_back(policy: Any) -> None:
-        if not control.engines.serving:
-            senders.append(threading.current_thread())
-            control.engines.serving[:] = [run.engine.handle()]
-
-    control.engines.recover, control.engines.bring_back = recover, bring_back
-    monkeypatch.setattr(groups.ray.exceptions, "RayError", Died)
-    call, deaths = Answer.__call__, [0, 20]
-
-    def answer(self: Answer) -> Any:
-        if deaths and len(run.engine.asked) > deaths[0]:
-            deaths.pop(0)
-            raise Died
-        return call(self)
-
-    monkeypatch.setattr(Answer, "__call__", answer)
-    control.fit()
-    assert sorted(number for step in run.trained for number in step) == list(range(32))
-    assert len(senders) == 2 and set(senders) == {threading.main_thread()}
-
-
-def test_an_evaluation_finds_an_engine_if_the_last_one_died_before_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("dies", [1, 20, "after step 2"])
+def test_with_no_engine_left_prompts_wait_for_weights(
+    dies: int | str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    run = Run(monkeypatch, tmp_path, 16, "--eval.steps", "2", "--eval.dataset", "x", held_out=4)
+    """The controller sends them, never the engines' thread: in the first step, in a later one, and if the last engine
+    dies between a step and its evaluation."""
+    argv = ("--eval.steps", "2", "--eval.dataset", "x", "--train.max_restarts", "1")
+    run = Run(monkeypatch, tmp_path, 16, *argv, held_out=4)
     run.engine.until = {13: 3}  # which is in flight after step 2
-    control, sent, is_dead = run.controller, [], threading.Event()
+    control, senders, dead = run.controller, [], threading.Event()
     engines, save, call, is_ready = control.engines, control.save, Answer.__call__, Answer.is_ready
-    still, blocks = control.rollouts.still, []
+    bring_back, sample = engines.bring_back, run.engine.sample
+    [handle] = engines.serving
 
-    def answer(self: Answer) -> Any:
-        if is_dead.is_set():
-            raise Died
-        return call(self)
+    def failing(*given: Any) -> None:
+        if dead.is_set():
+            raise ActorUnavailableError("it is being started", None)
 
-    def bring_back(policy: Any) -> None:
+    def brought_back(policy: Any) -> None:
         if not engines.serving:
-            is_dead.clear()
-            assert len(blocks) == 1, "prompts are drawn within the evaluation's block"
-            sent.append(control.step)
-            engines.serving[:] = [run.engine.handle()]
+            senders.append((threading.current_thread(), control.step))
+            dead.clear()
+        bring_back(policy)
 
-    @contextmanager
-    def counted() -> Iterator[None]:
-        with still():
-            blocks.append(1)
-            yield
-            blocks.pop()
+    def asked(request: Any, *given: Any) -> Any:
+        if len(run.engine.asked) == dies:
+            dead.set()
+        return sample(request, *given)
 
     def saved() -> None:
         save()
-        if control.step == 2:
-            is_dead.set()
-            while engines.serving:  # the thread notices it
+        if dies == f"after step {control.step}":
+            dead.set()
+            while not engines.lack_weights:  # the thread notices it
                 time.sleep(0.001)
 
-    monkeypatch.setattr(groups.ray.exceptions, "RayError", Died)
-    monkeypatch.setattr(Answer, "__call__", answer)
-    monkeypatch.setattr(Answer, "is_ready", lambda self: is_dead.is_set() or is_ready(self))
-    engines.recover, engines.bring_back, control.save = lambda error: engines.serving.clear(), bring_back, saved
-    control.rollouts.still = counted
+    monkeypatch.setattr(Answer, "__call__", lambda self: failing() or call(self))
+    monkeypatch.setattr(Answer, "is_ready", lambda self: dead.is_set() or is_ready(self))
+    handle.serves, handle.sample = Remote(failing), SimpleNamespace(remote=asked)
+    engines.bring_back, control.save = brought_back, saved
     control.fit()
-    assert sent == [2] and sorted(number for step in run.trained for number in step) == list(range(32))
+    assert sorted(number for step in run.trained for number in step) == list(range(32))
+    [(sender, step)] = senders
+    assert sender is threading.main_thread() and (dies == 20 or step == (0 if dies == 1 else 2))
     [rows] = read_runs(run.args.logger.metrics_path)
     assert [row["step"] for row in rows if row["kind"] == "eval"] == [2, 4, 6, 8]
 
