@@ -3,7 +3,8 @@ the same run undisturbed.
 
     python3 -m benchmarks.reliability.engine_faults --faults 50 --output docs/results/reliability/engine_faults.json
 
-On CPU, through Ray and vLLM, with the tiny model: a DeepSpeed rank, two engines, a checkpoint after every step. A
+On CPU, through Ray and vLLM, with the tiny model: a rank, two engines, a checkpoint after every step. With
+``--engines 1`` none is left, and what was asked waits for weights; ``--backend`` and ``--mode`` make other runs. A
 fault is SIGKILL or SIGSTOP to the actor of an engine or to vLLM's process under it, up to six seconds after the last
 one was mended. After the last the run is asked to stop (status 75), and must have every step and prompt; the
 undisturbed one makes as many steps.
@@ -45,6 +46,8 @@ from openrlhf_gtpo.tasks import reasoning_gym_reward
 
 ROWS, PROMPTS = 64, 8
 EPISODES = 1000  # the longest run
+AHEAD = ("--train.async_enable", "--rollout.entropy", "sampler", "--rollout.entropy_audit_steps", "0")
+MODES = {"in turns": (), "one step off": AHEAD, "in flight": (*AHEAD, "--train.partial_rollout_enable")}
 
 # Raises about one call in forty, and hangs more seldom, as long as the file `faults` is there.
 REWARD = """
@@ -72,6 +75,9 @@ def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("--faults", type=int, default=20, help="of engines; rewards fail beside them")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no fault after so many")
+    parser.add_argument("--engines", type=int, default=2)
+    parser.add_argument("--backend", choices=("deepspeed", "megatron"), default="deepspeed")
+    parser.add_argument("--mode", choices=MODES, default="in turns")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
@@ -91,11 +97,12 @@ def train(place: Path, name: str, args: argparse.Namespace, steps: int | None = 
     folder.mkdir()
     (folder / "reward.py").write_text(REWARD.format(reward=reasoning_gym_reward.__file__, folder=str(folder)))
     flags = {
+        "actor.backend": args.backend,
         "actor.num_gpus_per_node": 1,
         "actor.adam.lr": 1e-3,
         "algo.advantage.is_correction_level": "token",
         "algo.kl.init_coef": 0,
-        "vllm.num_engines": 2,
+        "vllm.num_engines": args.engines,
         "reward.remote_url": folder / "reward.py",
         "rollout.batch_size": PROMPTS,
         "rollout.micro_batch_size": 8,
@@ -110,7 +117,7 @@ def train(place: Path, name: str, args: argparse.Namespace, steps: int | None = 
         "ckpt.best_metric_key": "none",
     }
     began = time.monotonic()
-    run = start(place, folder, flags)
+    run = start(place, folder, flags, *MODES[args.mode])
     try:
         until(lambda: rows(folder), run)
         faults = [] if steps else disturb(run, folder, args)
@@ -153,7 +160,7 @@ def disturb(run: psutil.Popen, folder: Path, args: argparse.Namespace) -> list[d
     faults: list[dict[str, Any]] = []
     (folder / "faults").touch()
     while len(faults) < args.faults and time.monotonic() < deadline:
-        until(lambda: len(engines_of(run)) == 2, run)
+        until(lambda: len(engines_of(run)) == args.engines, run)
         time.sleep(chance.uniform(0, 6))
         engines = engines_of(run)
         actor = chance.choice(sorted(engines))
