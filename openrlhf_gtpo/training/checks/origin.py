@@ -1,15 +1,16 @@
-"""What a run that goes on from a checkpoint must have in common with the run that wrote it: settings and data.
+"""What a run that goes on from a checkpoint has in common with the run that wrote it: settings and data.
 
 A checkpoint keeps them, also in its manifest. A run that goes on compares its own with them: what differs is named,
 with what it does, and what cannot be is refused, of settings before anything starts.
 """
 
+import json
 from collections.abc import Iterator, Mapping
-from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.training.settings.flags import DERIVED
 
 ORIGIN = "origin"  # in a checkpoint, and its manifest
 
@@ -17,7 +18,7 @@ _PROMPTS, _HELD_OUT = "--data.prompt_dataset", "--eval.dataset"
 
 
 class _Kept(NamedTuple):
-    """A setting that a checkpoint keeps."""
+    """What a setting of the checkpoint means for a run that goes on."""
 
     change: str  # what another value does, as the end of a sentence
     stays: str = "no"  # whether it has to stay: "no"; "ahead", while rows are there that were sampled with it; "yes"
@@ -34,6 +35,7 @@ _SETTINGS: Mapping[str, _Kept] = {
     "reward.remote_url": _Kept("what was sampled before keeps its rewards"),
     "train.agent_func_path": _Kept("what was sampled before keeps its turns and rewards"),
 }
+_ELSEWHERE = ("ckpt", "logger")  # where a run writes, with the key of W&B
 
 
 class Origin:
@@ -46,7 +48,7 @@ class Origin:
 
     def __init__(self, args: SimpleNamespace, prompts: Any = None, held_out: Any = None) -> None:
         self._args = args
-        self._settings = {name: attrgetter(name)(args) for name in _SETTINGS}
+        self._settings = _settings(args)
         self._data = {name: rows for name, rows in ((_PROMPTS, prompts), (_HELD_OUT, held_out)) if rows is not None}
         self._known = {name: _known_by(rows) for name, rows in self._data.items()}
 
@@ -73,13 +75,13 @@ class Origin:
         Raises:
             UsageError: its rows, or its place in the data, do not fit this run.
         """
-        for name, kept in _SETTINGS.items():
-            now = self._settings[name]
+        for name, now in self._settings.items():
             before = saved.get("settings", {}).get(name, now)
             if now == before:
                 continue
-            ahead = saved["ahead"]
-            sentence = f"--{name} is {_shown(now)}, and was {_shown(before)}: {kept.change}"
+            ahead, sentence = saved["ahead"], f"--{name} is {_shown(now)}, and was {_shown(before)}"
+            kept = _SETTINGS.get(name, _Kept(""))
+            sentence += f": {kept.change}" if kept.change else ""
             if kept.stays == "yes" or (kept.stays == "ahead" and ahead):
                 holding = f", and the checkpoint has {ahead} prompts that were sampled ahead" if ahead else ""
                 raise UsageError(f"{sentence}{holding}; give {_shown(before)} to go on from it.")
@@ -104,6 +106,23 @@ class Origin:
                 )
             else:
                 yield f"{counts}, not the same: the next episode draws them, and learning rates have another schedule."
+
+
+def _settings(args: SimpleNamespace) -> dict[str, Any]:
+    """The values of all flags but those that say where a run writes, by name, as JSON gives them back."""
+    found = {}
+    sections = [("", args)]
+    while sections:
+        prefix, section = sections.pop()
+        for name, value in vars(section).items():
+            name = prefix + name
+            if name.startswith(_ELSEWHERE) or (name in DERIVED and name not in _SETTINGS):
+                continue
+            if hasattr(value, "__dict__"):
+                sections.append((f"{name}.", value))
+            else:
+                found[name] = value
+    return json.loads(json.dumps(found, default=str))
 
 
 def _known_by(rows: Any) -> dict[str, Any]:

@@ -72,6 +72,8 @@ def test_rows_of_another_group_size_are_not_trained_on(
         ("--rollout.temperature", "0.5", True),
         ("--data.max_len", "48", False),
         ("--reward.remote_url", "other.py", False),
+        ("--actor.adam.lr", "3e-06", False),
+        ("--algo.advantage.gamma", "0.5", False),
         ("--data.dataloader_num_workers", "1", None),
     ],
 )
@@ -87,6 +89,7 @@ def test_what_differs_is_named_or_refused(
     for kind in ("in turn", "one step off"):
         whole = KINDS[kind](monkeypatch, tmp_path / kind, 8)
         whole.controller.fit()
+        assert not any("wandb" in name for name in states_of(whole, 3)[ORIGIN]["settings"]), "its key is a secret"
         capsys.readouterr()
         for step in (3, 4):  # of 4, after which none is ahead
             make = lambda *given, **more: KINDS[kind](*given, flag, value, **more)  # noqa: B023, E731
