@@ -199,7 +199,8 @@ def start_ray(args: SimpleNamespace, gpus: int) -> None:
         except Exception as error:
             if "timed out during startup" not in str(error):  # Ray raises no type of its own
                 raise
-    raise Restartable(f"Ray did not start on this host in {_RAY_STARTS} attempts of 30 s; is the host or its disk busy?")
+    tries = f"{_RAY_STARTS} attempts of 30 s"
+    raise Restartable(f"Ray did not start on this host in {tries}; is the host or its disk busy?")
 
 
 def check_gpus() -> None:
