@@ -97,7 +97,6 @@ def run_setup_env(root: Path, *words: str, **environment: str) -> subprocess.Com
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=200,
     )
 
 

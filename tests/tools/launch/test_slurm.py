@@ -132,7 +132,8 @@ def jobs(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> dic
         launcher.write_text(training.format(started=folder / "started"))
         path = f"export PATH={ray.parent}:{Path(sys.executable).parent}:$PATH"
         setup = f"{path}; [[ $SLURMD_NODENAME != n2 ]] || {on_n2.get(name, 'true')}"
-        limits = {"JOIN_TIMEOUT": "30", "MAX_REQUEUES": "0" if name == "stopped" else "5"}
+        limits = {"JOIN_TIMEOUT": "120" if name == "stuck" else "600"}
+        limits["MAX_REQUEUES"] = "0" if name == "stopped" else "5"
         submitted[name] = submit(cluster, folder, launcher, SETUP=setup, **limits)
     return submitted
 
@@ -198,6 +199,14 @@ def test_a_job_that_loses_a_node_leaves_no_process_and_a_folder_of_one_node_is_r
     assert "the job has lost nodes (n2), and MAX_REQUEUES is 0: look at n2" in job.log
     _all_end(job, before)
     assert not token.exists()
+
+
+def test_a_node_that_does_not_join_is_named_and_the_job_ends(jobs: dict[str, Job]) -> None:
+    job = jobs["stuck"]
+    until(job.ended, 300, "the job ends")
+    assert job.state() == "FAILED" and not (job.folder / "started").exists()
+    assert "After 120 s 1 of 2 nodes have not joined the Ray cluster: n2;" in job.log, job.everything
+    until(lambda: not job.processes(), 100, "its steps end")
 
 
 def _all_end(job: Job, before: list[psutil.Process]) -> None:
