@@ -30,10 +30,9 @@ _PATIENCE = {
     "RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT": "600",
 }
 
-# How often a node is started until it lives. Each time Ray gives its agents 15 s to start. They import much, and a
-# cold disk or a busy host may take longer (https://github.com/ray-project/ray/issues/65983 will end this). The node
-# gets 30 s until the head knows it (ray 2.55.0, _private/node.py); a busy head may take longer.
-_STARTS = 3
+# Ray gives its agents 15 s to start. They import much, and a cold disk or a busy host may take longer
+# (https://github.com/ray-project/ray/issues/65983 will end this). The node gets 30 s until the head knows it (ray
+# 2.55.0, _private/node.py); a busy head may take longer.
 _AGENT_WAS_SLOW = b"Timed out waiting for file"
 
 # A `ray start` that took longer than this has waited in vain: 30 s for the head to know the node, or 40 s for a head
@@ -57,7 +56,7 @@ class Node:
             the next three.
         temporary: folder on a disk of this host, in which Ray's files get their own; short, for Unix sockets.
         more: further flags of `ray start`, which come last and win.
-        patience: seconds for which it looks for a head that is ready.
+        patience: seconds for which it is started again, if it is too slow for Ray or finds no head that is ready.
     """
 
     name: str
@@ -131,7 +130,7 @@ def run_node(node: Node, token: Path | None, logs: Path | None) -> int:
     try:
         connect = {"RAY_py_gcs_connect_timeout_s": f"{node.patience:.0f}"}  # until the head answers, ready or not
         environment = {**_NO_METRICS_SERVERS, **_PATIENCE, **connect, **with_token(os.environ, token)}
-        slow_starts, first = 0, time.monotonic()
+        first = time.monotonic()
         while True:
             began = time.monotonic()
             # Run it, keep its logs, and see in them whether Ray's own limits ended it.
@@ -144,17 +143,15 @@ def run_node(node: Node, token: Path | None, logs: Path | None) -> int:
                 has_run = (session / "ray_process_exit.log").exists()  # `ray start --block` tells what ended
                 slow = errors.is_file() and (_AGENT_WAS_SLOW in errors.read_bytes() or (waited and not has_run))
                 unmet = node.head is not None and not errors.is_file() and waited
-            slow_starts += slow
             if status != 1:
                 return status
             if ends:
                 return 128 + ends[0]
-            if unmet and time.monotonic() - first < node.patience:
-                why = f"there is no head at {node.head} that is ready"
-            elif slow and slow_starts < _STARTS:
-                why = "Ray was too slow for its own limits of 15 s for its agent and 30 s for the node"
-            else:
+            if not (unmet or slow) or time.monotonic() - first >= node.patience:
                 return status
+            why = f"there is no head at {node.head} that is ready"
+            if slow:
+                why = "Ray was too slow for its own limits of 15 s for its agent and 30 s for the node"
             print(f"Node {node.name}: {why}; trying again.", file=sys.stderr)
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -145,9 +145,9 @@ def test_a_node_keeps_rays_logs_and_nothing_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "seconds", "has_run", "starts"),
     [
-        ("Check failed: Timed out waiting for file /x", 15.0, False, 3),
+        ("Check failed: Timed out waiting for file /x", 15.0, False, 40),
         ("no space", 4.0, False, 1),
-        ("the head does not know the node yet", 35.0, False, 3),
+        ("the head does not know the node yet", 35.0, False, 18),
         ("killed", 3600.0, True, 1),
     ],
 )
