@@ -50,20 +50,24 @@ if str(ROOT) not in sys.path:
 
 # Files that one worker has to itself, one after the other. Whole runs take some 4 GB of memory each and often wait, so
 # two of the three workers are on these at a time. Ranks are forked by a server that imports Megatron, one per worker.
+_CROSSINGS = "tests/e2e/test_crossings.py::test_a_run_with_many_features_keeps_to_each"
 _QUEUES = {
     "tests/tools/launch/": "runs 0",  # these often wait too
     "tests/e2e/test_slurm_training.py": "runs 0",
     "tests/e2e/test_launch_scripts.py": "runs 0",
+    f"{_CROSSINGS}[megatron": "runs 0",
     "tests/e2e/test_stop.py": "runs 1",
+    f"{_CROSSINGS}[deepspeed": "runs 1",
     "tests/e2e/test_quickstart.py": "runs 1",
     "tests/weight_sync/test_vllm_sync.py": "runs 1",
     "tests/megatron/": "ranks",
     "tests/training/test_optimizer_steps.py": "ranks",
     "tests/training/test_checkpoint_files.py": "ranks",
     "tests/training/test_megatron_actor.py": "ranks",
+    "tests/training/test_lora.py": "ranks",
+    "tests/training/test_routes_of_engine.py": "ranks",
     "tests/tools/planner/test_training_memory.py": "ranks",
-    "tests/scoring/test_score.py": "ranks",
-    "tests/scoring/test_mismatch.py": "ranks",
+    "tests/scoring/": "ranks",
     "tests/lm_head/test_lm_head_sharded.py": "ranks",
 }
 
@@ -97,17 +101,26 @@ def pytest_sessionfinish() -> None:
     gc.freeze()  # pytest collects garbage five times at the end, which takes seconds once torch is imported
 
 
-@pytest.fixture(scope="session")
-def tiny_model() -> Path:
-    """The smoke run's model, from the project's cache if a smoke run has already made this version."""
+def of_smoke_runs(name: str, *words: str) -> Path:
+    """A smoke run's model, from the project's cache if a smoke run has already made this version."""
     from openrlhf_gtpo.cli import prepare
 
-    folder = ROOT / ".cache" / "quickstart" / "tiny-model"
+    folder = ROOT / ".cache" / "quickstart" / name
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / "tiny-model.lock").open("w") as lock:
+    with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one pytest worker makes it, which takes 20 s
-        assert prepare.main(["tiny-model", "--output", str(folder)]) == 0
+        assert prepare.main(["tiny-model", *words, "--output", str(folder)]) == 0
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Path:
+    return of_smoke_runs("tiny-model")
+
+
+@pytest.fixture(scope="session")
+def tiny_mixture() -> Path:
+    return of_smoke_runs("tiny-moe", "--moe")
 
 
 @pytest.fixture

@@ -88,6 +88,10 @@ MEETINGS = (
     _meeting(
         f"{_TRAINING}/test_sampler.py::test_an_engine_that_dies_in_a_rollout_moves_nothing", "filter, turns, kill"
     ),
+    _meeting(
+        f"{_TRAINING}/features/test_lora_run.py::test_each_row_has_its_own_reference[one step off]",
+        "asynchronous, adapters, resume",
+    ),
     _meeting(f"{_TRAINING}/test_guide.py::test_a_filter_sees_all_rows_of_a_group", "filter, guide"),
     _meeting(
         f"{_TRAINING}/test_guide.py::test_a_guide_that_dies_is_replaced_by_the_policy_or_stops_the_run", "guide, kill"
@@ -139,16 +143,6 @@ MEETINGS = (
         "tests/e2e/test_stop.py::test_a_run_that_is_killed_stopped_and_resumed_makes_the_steps_of_one_that_is_not",
         "turns, filter, replay, export",
         "deepspeed",
-    ),
-    _meeting(
-        "tests/e2e/test_async.py::test_an_asynchronous_run_goes_on_with_the_rollout_that_was_ahead[one step off]",
-        "asynchronous, adapters, resume, export, kill",
-        "megatron",
-    ),
-    _meeting(
-        "tests/e2e/test_async.py::test_an_asynchronous_run_goes_on_with_the_rollout_that_was_ahead[weights in flight]",
-        "in flight, resume, export, kill",
-        "megatron",
     ),
 )
 
