@@ -38,7 +38,7 @@ def test_a_smoke_run_ends_with_a_table_curves_and_a_model(tmp_path: Path) -> Non
     shell.terminate()
     progress = shell.communicate()[1]
     assert shell.returncode == 143 and "--resume goes on" in progress and "Traceback" not in progress
-    _, alive = psutil.wait_procs(processes, timeout=300)
+    _, alive = psutil.wait_procs(processes, timeout=600)
     assert not alive
 
     done = subprocess.run(command, capture_output=True, text=True)

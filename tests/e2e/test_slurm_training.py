@@ -91,7 +91,7 @@ def test_a_job_that_loses_a_node_goes_on_at_another_layout(
     assert _latest(tmp_path) == 3, job.everything
     cluster.kill_node("n2")
     _kill_ray(job, "n2")
-    until(lambda: cluster.restarts(job.number) == 1, 300, "a requeue after the loss of a node")
+    until(lambda: cluster.restarts(job.number) == 1, 600, "a requeue after the loss of a node")
     assert "Ray on the node n2 has ended" in job.log
     hold.release()
     cluster.start_node("n2")
@@ -103,7 +103,7 @@ def test_a_job_that_loses_a_node_goes_on_at_another_layout(
     assert (tmp_path / "model" / "model.safetensors").exists()
     n2 = tmp_path / "run" / "slurm" / f"{job.number}-1" / "n2-ray"
     assert any("actor_name:" in path.read_text(errors="replace") for path in n2.glob("worker-*.out")), job.everything
-    until(lambda: not job.processes(), 100, "its steps end")
+    until(lambda: not job.processes(), 600, "its steps end")
 
     before, requeued = run.steps[:5], run.steps[5:]
     assert all(step[names.ENTROPY_ALL] > 0 and names.SHARES_STD not in step for step in run.steps)

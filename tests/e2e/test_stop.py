@@ -138,9 +138,9 @@ def _train_until_stopped(argv: list[str], folder: Path, hold: Hold) -> None:
         hold.after(4)
         _wait_for_step(4, run, folder)
         run.send_signal(signal.SIGUSR1)
-        until(lambda: (folder / "checkpoints" / "stop").exists() or run.poll() is not None, 100, "the request")
+        until(lambda: (folder / "checkpoints" / "stop").exists() or run.poll() is not None, 600, "the request")
         hold.release()
-        code = run.wait(timeout=300)
+        code = run.wait(timeout=600)
     text = (folder / "log").read_text()
     assert code == 75, text[-4000:]
     assert [step["step"] for step in Finished(code, text, folder).steps] == [1, 2, 3, 3, 4, 5]  # 5 was in progress

@@ -114,5 +114,5 @@ for quantizer in layer.quantizers["scaling_fwd"][:2]:
 
 
 def test_a_worker_s_blocks_have_scales_that_are_no_powers_of_two() -> None:
-    ended = subprocess.run([sys.executable, "-c", IN_FORCE], capture_output=True, text=True, timeout=100)
+    ended = subprocess.run([sys.executable, "-c", IN_FORCE], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-2000:]

@@ -14,7 +14,7 @@ def run_script(script: str, *words: str, **environment: str) -> subprocess.Compl
     """Run one of them to its end."""
     clean = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "VIRTUAL_ENV")}
     command = ["bash", str(SCRIPTS / script), *words]
-    return subprocess.run(command, capture_output=True, text=True, env=clean | environment, cwd="/", timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, env=clean | environment, cwd="/")
 
 
 def resolved(script: str, *words: str, **environment: str) -> list[str]:

@@ -113,7 +113,7 @@ class SlurmCluster:
         self._key()
         munge = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
         self._start("munged", "munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *munge)
-        until((folder / "munge.socket").exists, 60, "munged")
+        until((folder / "munge.socket").exists, 600, "munged")
         self._start("slurmctld", "slurmctld", "-D", "-i")
         for node in NODES:
             self.start_node(node)
@@ -122,7 +122,7 @@ class SlurmCluster:
         """Start the slurmd of ``node`` and wait until jobs can run there."""
         self._start(node, "slurmd", "-D", "-N", node)
         up = ("idle", "mix", "alloc", "comp")  # with a trailing *, the node does not answer
-        until(lambda: self.node_state(node).startswith(up) and self.node_state(node)[-1] != "*", 200, f"{node} is up")
+        until(lambda: self.node_state(node).startswith(up) and self.node_state(node)[-1] != "*", 600, f"{node} is up")
 
     def kill_node(self, node: str) -> None:
         """End the slurmd of ``node`` at once, as when a host loses power."""
@@ -136,7 +136,7 @@ class SlurmCluster:
     def run(self, *command: str, check: bool = True, **environment: str) -> str:
         """Run a SLURM command and return what it prints."""
         ended = subprocess.run(
-            command, env=self.environment | environment, capture_output=True, text=True, timeout=120, cwd=self.folder
+            command, env=self.environment | environment, capture_output=True, text=True, cwd=self.folder
         )
         said = f"{ended.stdout}{ended.stderr}"
         assert not check or ended.returncode == 0, f"{command} ended with {ended.returncode}: {said}"
@@ -164,7 +164,7 @@ class SlurmCluster:
             jobs = self.run("squeue", "--noheader", "--format", "%i", check=False).split()
             if jobs:
                 self.run("scancel", *jobs, check=False)
-                until(lambda: not self.run("squeue", "--noheader", check=False).strip(), 200, "jobs end")
+                until(lambda: not self.run("squeue", "--noheader", check=False).strip(), 600, "jobs end")
         finally:
             self._end_daemons()
 
@@ -173,7 +173,7 @@ class SlurmCluster:
             daemon.terminate()
         for daemon in self._daemons.values():
             try:
-                daemon.wait(timeout=60)
+                daemon.wait(timeout=600)
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()

@@ -270,7 +270,7 @@ def test_the_judging_process_ends_with_its_parent():
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert child.communicate(json.dumps({"response": "5", "answer": "5"}) + "\n", timeout=120)[0].count("\n") == 1
+    assert child.communicate(json.dumps({"response": "5", "answer": "5"}) + "\n")[0].count("\n") == 1
     assert child.returncode == 0
 
 

@@ -254,7 +254,7 @@ def started(
         with subprocess.Popen(command, env=environment, cwd="/", stdout=subprocess.PIPE, text=True) as process:
             try:
                 yield process, folder
-                until(lambda: not [*folder.iterdir()], 120, "a folder is left")
+                until(lambda: not [*folder.iterdir()], 600, "a folder is left")
             finally:
                 process.kill()
 
@@ -298,13 +298,13 @@ def test_nothing_outlives_its_caller(place: str) -> None:
         def below() -> list[psutil.Process]:
             return [child for child in psutil.Process(process.pid).children(recursive=True) if child.is_running()]
 
-        until(lambda: sum("confined.py" in " ".join(child.cmdline()) for child in below()) == 2, 120, "they start")
-        until(lambda: len([*folder.iterdir()]) == 2, 120, "they have folders")
+        until(lambda: sum("confined.py" in " ".join(child.cmdline()) for child in below()) == 2, 600, "they start")
+        until(lambda: len([*folder.iterdir()]) == 2, 600, "they have folders")
         processes = below()
         callers = [psutil.Process(process.pid), *processes]
         caller = next(child for child in callers if child.cmdline()[1:2] == SANDBOXED[1:])
         caller.kill()
-        until(lambda: not any(lives(child) for child in processes), 120, "they end")
+        until(lambda: not any(lives(child) for child in processes), 600, "they end")
 
 
 def lives(process: psutil.Process) -> bool:

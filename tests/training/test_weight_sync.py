@@ -96,8 +96,8 @@ def test_every_engine_gets_the_policy(
     expected = [(name, p.bfloat16().flatten().tolist(), tuple(p.shape)) for name, p in policy.named_parameters()]
     for actor in actors:
         assert set(actor.asked) == {TRANSPORT[argv]}
-        assert actor.engine("holds").result(60)[0] == expected
-        assert actor.engine("version").result(60) == [3]
+        assert actor.engine("holds").result()[0] == expected
+        assert actor.engine("version").result() == [3]
 
 
 @pytest.mark.parametrize("argv", [(), ("--train.colocate_all",)], ids=["broadcast", "colocated"])
@@ -107,7 +107,7 @@ def test_the_first_transfer_to_an_engine_that_came_back_is_verified_by_checksums
     """It has lost the group that it had joined; its weights are those that it gets now."""
     trainer = trainer_of(policy, actors, *argv)
     trainer.broadcast_to_vllm()
-    actors[1].engine("forget_group").result(60)
+    actors[1].engine("forget_group").result()
     trainer.rejoin_engines()
     for verified in (True, False):
         for actor in actors:
@@ -115,7 +115,7 @@ def test_the_first_transfer_to_an_engine_that_came_back_is_verified_by_checksums
         trainer.broadcast_to_vllm()
         assert [set(actor.sync_checksums) for actor in actors] == [{verified}] * 2
     expected = [(name, p.bfloat16().flatten().tolist(), tuple(p.shape)) for name, p in policy.named_parameters()]
-    assert actors[1].engine("holds").result(60)[0] == expected
+    assert actors[1].engine("holds").result()[0] == expected
 
 
 @pytest.mark.parametrize("argv", [(), ("--train.colocate_all",)], ids=["broadcast", "colocated"])

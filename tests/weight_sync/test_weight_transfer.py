@@ -69,16 +69,16 @@ def test_engines_that_work_and_engines_that_fail(start: Start) -> None:
             "layers.0.scale was not loaded, or not completely, by worker 0 of vLLM engine 1",
         ),
     ):
-        engines[1]("set_fault", *fault).result(60)
+        engines[1]("set_fault", *fault).result()
         with pytest.raises(WeightSyncError, match=sentence):
             group.send(bucketed(weights(3)), sync_checksum=True)
-    engines[1]("set_fault", None).result(60)
+    engines[1]("set_fault", None).result()
     sent = weights(4)
     group.send(bucketed(sent), sync_checksum=True)
     assert_arrived(engines, sent)
 
     # The first bucket goes to an engine that takes no more; a sender that ignored the engines would wait half an hour.
-    engines[1]("set_fault", "fail", "embed.weight").result(60)
+    engines[1]("set_fault", "fail", "embed.weight").result()
     with pytest.raises(RuntimeError, match="cannot load embed.weight"):
         group.send(bucketed(weights(5)), sync_checksum=True)
 

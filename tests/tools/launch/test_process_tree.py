@@ -24,7 +24,7 @@ def start(patience: float, shell: str, folder: Path, program: str = PROGRAM) -> 
 
 
 def pid_in(path: Path) -> int:
-    until(lambda: path.exists() and path.read_text().strip(), 60, f"{path.name}")
+    until(lambda: path.exists() and path.read_text().strip(), 600, f"{path.name}")
     return int(path.read_text())
 
 
@@ -42,16 +42,16 @@ DEAF_ORPHAN = "(setsid bash -c 'trap \"\" TERM; echo $$ >orphan; while :; do sle
 
 
 def test_the_programs_end_takes_its_orphans_along(tmp_path: Path) -> None:
-    run = start(30, ORPHAN + "while [[ ! -s orphan ]]; do sleep 0.1; done; exit 7", tmp_path)
-    assert run.wait(timeout=120) == 7
+    run = start(600, ORPHAN + "while [[ ! -s orphan ]]; do sleep 0.1; done; exit 7", tmp_path)
+    assert run.wait(timeout=600) == 7
     assert not is_running(pid_in(tmp_path / "orphan"))
 
 
 def test_what_the_program_did_not_start_goes_on(tmp_path: Path) -> None:
     """A shell that leaves a process and becomes this one, as `exec > >(tee log)` does."""
-    words = f"sleep 600 & echo $! >tunnel; exec {sys.executable} -c '{PROGRAM}' 30 bash -c \"exit 7\""
+    words = f"sleep 600 & echo $! >tunnel; exec {sys.executable} -c '{PROGRAM}' 600 bash -c \"exit 7\""
     run = subprocess.Popen(["bash", "-c", words], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    assert run.wait(timeout=120) == 7
+    assert run.wait(timeout=600) == 7
     tunnel = pid_in(tmp_path / "tunnel")
     assert is_running(tunnel)
     os.kill(tunnel, signal.SIGTERM)
@@ -59,10 +59,10 @@ def test_what_the_program_did_not_start_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_program_and_orphans(number: int, tmp_path: Path) -> None:
-    run = start(30, ORPHAN + "echo $$ >own; exec sleep 600", tmp_path)
+    run = start(600, ORPHAN + "echo $$ >own; exec sleep 600", tmp_path)
     orphan, own = pid_in(tmp_path / "orphan"), pid_in(tmp_path / "own")
     run.send_signal(number)
-    assert run.wait(timeout=120) == 128 + number
+    assert run.wait(timeout=600) == 128 + number
     assert not is_running(orphan) and not is_running(own)
 
 
@@ -70,7 +70,7 @@ def test_what_ignores_the_request_is_killed(tmp_path: Path) -> None:
     run = start(0.5, DEAF_ORPHAN + "trap '' TERM; echo $$ >own; while :; do sleep 1; done", tmp_path, HASTY)
     orphan, own = pid_in(tmp_path / "orphan"), pid_in(tmp_path / "own")
     run.terminate()
-    assert run.wait(timeout=120) == 128 + signal.SIGTERM
+    assert run.wait(timeout=600) == 128 + signal.SIGTERM
     assert not is_running(orphan) and not is_running(own)
 
 
@@ -82,7 +82,7 @@ def test_what_hangs_is_ended_with_its_orphans(tmp_path: Path) -> None:
     for pid in (orphan, own):
         os.kill(pid, signal.SIGSTOP)
     (tmp_path / "hangs").touch()
-    assert run.wait(timeout=120) == 124
+    assert run.wait(timeout=600) == 124
     assert not is_running(orphan) and not is_running(own)
 
 
@@ -94,21 +94,21 @@ def test_an_error_of_the_caller_ends_program_and_orphans(tmp_path: Path) -> None
     run = start(600, ORPHAN + "trap '' TERM; echo $$ >own; while :; do sleep 1; done", tmp_path, program)
     orphan, own = pid_in(tmp_path / "orphan"), pid_in(tmp_path / "own")
     (tmp_path / "error").touch()
-    assert run.wait(timeout=120) == 5
+    assert run.wait(timeout=600) == 5
     assert not is_running(orphan) and not is_running(own)
 
 
 def test_the_program_ends_with_what_runs_it_though_that_is_killed(tmp_path: Path) -> None:
-    run = start(30, "echo $$ >own; exec sleep 600", tmp_path)
+    run = start(600, "echo $$ >own; exec sleep 600", tmp_path)
     own = pid_in(tmp_path / "own")
     run.kill()
-    until(lambda: not is_running(own), 60, "its end")
+    until(lambda: not is_running(own), 600, "its end")
 
 
 def test_processes_of_others_are_left_alone(tmp_path: Path) -> None:
     other = subprocess.Popen(["sleep", "600"])
     try:
-        assert start(30, "exit 0", tmp_path).wait(timeout=120) == 0
+        assert start(600, "exit 0", tmp_path).wait(timeout=600) == 0
         assert other.poll() is None
     finally:
         other.kill()

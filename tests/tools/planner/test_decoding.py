@@ -36,7 +36,7 @@ ROLLOUTS = [
 def test_rows_of_every_step_are_those_of_vllm() -> None:
     environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
     words = [sys.executable, "-W", "ignore", "-m", "tests.support.vllm_schedule_program", json.dumps(ROLLOUTS)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     recomputed = 0
     for one, vllm in zip(ROLLOUTS, json.loads(done.stdout.splitlines()[-1]), strict=True):

@@ -80,7 +80,7 @@ def policy(rejoin: Callable[[], None]) -> Any:
 
 
 def until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.01)

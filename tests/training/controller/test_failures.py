@@ -42,7 +42,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _wait(condition: Any) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
 
@@ -86,7 +86,7 @@ for error in (ValueError("a rank died"), SystemExit(143)):
     except (ValueError, SystemError) as raised:
         assert raised is error, raised
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 143, done.stderr
 
 
