@@ -15,6 +15,7 @@ from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import read_runs
 from openrlhf_gtpo.training import host, run
 from tests.e2e.conftest import REWARD, ROOT
+from tests.support import command_of
 from tests.support.phases import check_phases
 
 SCRIPT = ROOT / "examples" / "scripts" / "quickstart.sh"
@@ -30,11 +31,12 @@ def test_a_smoke_run_ends_with_a_table_curves_and_a_model(tmp_path: Path) -> Non
     command += ["--vllm.enable_prefix_caching", "--vllm.sync_checksum", "--data.label_key", "scorer_label"]
 
     shell = psutil.Popen(command, stderr=subprocess.PIPE, text=True)
-    while not any("openrlhf_gtpo.cli.report" in process.cmdline() for process in shell.children()):  # to watch it
+    started = ""
+    while "openrlhf_gtpo.cli.train_ppo_ray" not in started or "openrlhf_gtpo.cli.report" not in started:  # to watch it
         assert shell.poll() is None
         time.sleep(0.2)
-    processes = shell.children(recursive=True)
-    assert any("openrlhf_gtpo.cli.train_ppo_ray" in process.cmdline() for process in processes)
+        processes = shell.children(recursive=True)
+        started = "\n".join(map(command_of, processes))
     shell.terminate()
     progress = shell.communicate()[1]
     assert shell.returncode == 143 and "--resume goes on" in progress and "Traceback" not in progress

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from openrlhf_gtpo.report.rollouts import find_dumps, read_settings
 from openrlhf_gtpo.training.checks.model import Model
 from openrlhf_gtpo.training.controller.checkpoint_disk import checkpoint_bytes
 from tests.e2e.conftest import Finished, finish
+from tests.support import command_of
 from tests.support.holding import Hold
 from tests.support.slurm_cluster import until
 
@@ -152,9 +153,7 @@ def _train_until_stopped(argv: list[str], folder: Path, hold: Hold) -> None:
 
 def _is_trainer(process: psutil.Process) -> bool:
     """True if Ray's title of the process names its class, or upstream's while a method runs."""
-    with suppress(psutil.Error):
-        return re.match(r"ray::\w*Policy", " ".join(process.cmdline())) is not None
-    return False
+    return re.match(r"ray::\w*Policy", command_of(process)) is not None
 
 
 def _wait_for_step(step: int, run: subprocess.Popen, folder: Path) -> None:

@@ -5,6 +5,16 @@ Every process imports it as ``tests.support``: ``tests/conftest.py`` puts this p
 which installs a package ``tests`` too.
 """
 
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def command_of(process: psutil.Process) -> str:
+    """Its command line, empty once it has ended: a list of processes is old when it is read."""
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""

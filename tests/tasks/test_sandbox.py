@@ -22,6 +22,7 @@ import pytest
 from openrlhf_gtpo.tasks import confined, sandbox
 from openrlhf_gtpo.tasks.sandbox import run_python, why_no_sandbox
 from openrlhf_gtpo.training.rollout.rewards import Patience
+from tests.support import command_of
 from tests.support.slurm_cluster import until
 
 pytestmark = pytest.mark.skipif(why_no_sandbox() is not None, reason=f"no sandbox here: {why_no_sandbox()}")
@@ -298,7 +299,7 @@ def test_nothing_outlives_its_caller(place: str) -> None:
         def below() -> list[psutil.Process]:
             return [child for child in psutil.Process(process.pid).children(recursive=True) if child.is_running()]
 
-        until(lambda: sum("confined.py" in " ".join(child.cmdline()) for child in below()) == 2, 600, "they start")
+        until(lambda: sum("confined.py" in command_of(child) for child in below()) == 2, 600, "they start")
         until(lambda: len([*folder.iterdir()]) == 2, 600, "they have folders")
         processes = below()
         callers = [psutil.Process(process.pid), *processes]

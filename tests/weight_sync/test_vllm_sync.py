@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support import command_of
 from tests.support.synced_engine import PREFIX, VOCABULARY, Synced, save_checkpoint
 
 # Bounds on the mean and maximum over tokens of the difference that bf16 makes; observed: 0.013 and 0.06.
@@ -172,7 +173,7 @@ def test_the_death_of_vllms_process_ends_a_transfer(synced: Synced) -> None:
 
     synced.send(synced.perturbed(50), 2**28)
     here = psutil.Process().children(recursive=True)
-    (core,) = [process for process in here if "EngineCore" in " ".join(process.cmdline())]
+    (core,) = [process for process in here if "EngineCore" in command_of(process)]
     core.suspend()  # the call is under way when it dies
     threading.Timer(1, core.kill).start()
     with pytest.raises(EngineDeadError):
