@@ -147,11 +147,9 @@ def test_a_run_with_many_features_keeps_to_each(
     made = steps(tmp_path)
     assert [row["step"] for row in made] == list(range(1, len(made) + 1)) and len(made) >= len(wanted) // 4
     assert sum(row[names.GROUPS_TOTAL] for row in made) == len(wanted), "each prompt is trained on once"
-    # In step 1 nothing can be ahead; a resumed run that sampled what was ahead anew would have another 0. In flight,
-    # what is drawn with new weights depends on time.
-    if "asynchronous" in name:
+    if "asynchronous" in name:  # a resumed run that sampled anew what was ahead would have another 0
         assert [row[names.STALENESS_MEAN] for row in made] == [0] + [1] * (len(made) - 1)
-    assert max(row[names.STALENESS_MAX] for row in made) == 1
+    assert max(row[names.STALENESS_MAX] for row in made) <= 1
     assert all(row[names.IDLE_TRAINER] < row[names.TIMING_STEP_WALL] for row in made)
     dumps = [read_dump(path) for path in find_dumps(tmp_path / "checkpoints")]
     trained = [prompt for dump in dumps for prompt in prompts_of(dump, name)]
