@@ -72,7 +72,7 @@ INNER = {
 }
 # The files beside them that all of them may import, and which import none of them; the others import the rooms, and no
 # room may import those.
-BESIDE = {"megatron": set(), "training": {"rows", "feature", "host", "step"}}
+BESIDE = {"megatron": set(), "training": {"arguments", "rows", "feature", "host", "step"}}
 # What has something of every feature, from their list: a command line has all flags, and a run those that are on.
 COMPOSES = {"training/settings/flags.py", "training/run.py"}
 # What has something of one feature: vLLM is given one class for its workers, by name, and an evaluation shows the

@@ -183,7 +183,7 @@ def on_deepspeed(source: str, folder: Path, say: Say) -> None:
     )
     strategy: Any = object.__new__(Strategy)
     strategy.use_ds_universal_ckpt = False
-    strategy.args = SimpleNamespace(
+    strategy.arguments = SimpleNamespace(
         critic=SimpleNamespace(model_name_or_path=None),
         ckpt=SimpleNamespace(load_tag=None, path=folder.parent),
     )

@@ -13,12 +13,12 @@ import os
 import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import ray
 
 from openrlhf_gtpo import platform
+from openrlhf_gtpo.training.arguments import Arguments
 
 platform.choose()  # before OpenRLHF is imported
 
@@ -51,9 +51,9 @@ METHODS = {
 class MethodActor(EntropyPolicyActor):
     """A policy that changes its method between two phases."""
 
-    def choose(self, args: SimpleNamespace) -> None:
+    def choose(self, args: Arguments) -> None:
         """Go on with the method of ``args``, with the same weights and optimizer."""
-        self.strategy.args = args
+        self.strategy.args = self.strategy.arguments = args
         self.trainer = DeepspeedActorTrainer(
             self.strategy,
             self.actor,

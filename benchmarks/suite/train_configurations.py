@@ -5,11 +5,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from types import SimpleNamespace
 
 from benchmarks.suite.step_phases import Setup
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.training import run
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.checks.data import table_rows
 from openrlhf_gtpo.training.credit.old_policy import always_forwards, count_rows
 from openrlhf_gtpo.training.host import gpus_of
@@ -77,7 +77,7 @@ def configurations(common: Sequence[str], compare: Mapping[str, Sequence[str]], 
         UsageError: the trainer refuses a configuration, which is named; work that cannot be compared; too little data.
     """
     checked: list[Configuration] = []
-    first: SimpleNamespace | None = None
+    first: Arguments | None = None
     for name, flags in compare.items():
         argv = [*common, *flags]
         try:
@@ -100,7 +100,7 @@ def configurations(common: Sequence[str], compare: Mapping[str, Sequence[str]], 
     return checked
 
 
-def setup_of(args: SimpleNamespace) -> Setup:
+def setup_of(args: Arguments) -> Setup:
     """GPUs, operations and precisions of a run with ``args``, placed as OpenRLHF's ``train`` places its groups."""
     gpus = gpus_of(args)
     models = sum(gpus) - gpus.engines - gpus.other_engines
@@ -127,7 +127,7 @@ def setup_of(args: SimpleNamespace) -> Setup:
     )
 
 
-def _check_measurable(args: SimpleNamespace, steps: int) -> None:
+def _check_measurable(args: Arguments, steps: int) -> None:
     if not args.data.prompt_dataset:
         raise UsageError("--data.prompt_dataset is missing; give a data set.")
     rows = table_rows(args, args.data.prompt_dataset, args.data.prompt_split, "--data.prompt_dataset")
@@ -141,5 +141,5 @@ def _check_measurable(args: SimpleNamespace, steps: int) -> None:
         )
 
 
-def _dtype(args: SimpleNamespace) -> str:
+def _dtype(args: Arguments) -> str:
     return "bf16" if args.actor.backend == "megatron" else args.ds.param_dtype

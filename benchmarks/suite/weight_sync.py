@@ -189,7 +189,8 @@ def vllm_engine(model: Path, workers: int) -> Iterator[Engine]:
     from openrlhf_gtpo.training.rollout.rollout_actor import StrictRolloutActor
 
     trainer = SimpleNamespace(backend="deepspeed", num_nodes=1, num_gpus_per_node=1)
-    start_ray(SimpleNamespace(actor=trainer), gpus=workers)
+    args: Any = SimpleNamespace(actor=trainer)
+    start_ray(args, gpus=workers)
     try:
         group = ray.util.placement_group([{"GPU": 1, "CPU": 1}] * workers)
         ray.get(group.ready())

@@ -21,7 +21,7 @@ class CreditParts(NamedTuple):
 
 
 def length_penalty(
-    lengths: Tensor, soft_limit: int, hard_limit: int, form: LengthPenaltyForm = "continuous"
+    lengths: Tensor, soft_limit: float, hard_limit: int, form: LengthPenaltyForm = "continuous"
 ) -> Tensor:
     """R(i) of each response (§4.5.1; DAPO's overlong penalty, arXiv 2503.14476), added to rewards after shaping.
 

@@ -74,9 +74,10 @@ def prompt_of(checkpoint: "Model", question: str, given: Mapping[str, Any]) -> s
         flags["data.apply_chat_template"] = checkpoint.tokenizer.chat_template is not None
     settings = {flag.removeprefix("data."): v for flag, v in prompts.filled(flags, checkpoint.folder).items()}
     data = SimpleNamespace(**{**settings, "input_key": "question", "label_key": None})
+    args: Any = SimpleNamespace(data=data)
     if data.apply_chat_template:
         name_unread(prompts.template_variables(data.chat_template_kwargs), checkpoint.tokenizer)
-    return prompt_and_label({"question": question}, SimpleNamespace(data=data), checkpoint.tokenizer)[0]
+    return prompt_and_label({"question": question}, args, checkpoint.tokenizer)[0]
 
 
 if __name__ == "__main__":

@@ -14,9 +14,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import FrameType
 
 from openrlhf_gtpo.cli import hide_key
+from openrlhf_gtpo.training.arguments import Arguments
 
 if __name__ == "__main__":
     hide_key()
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal that ended it (130 after Ctrl-C)."""
     words = list(sys.argv[1:] if argv is None else argv)
     supervised = os.environ.pop(_SUPERVISED, None) is not None
-    args: SimpleNamespace | None = None
+    args: Arguments | None = None
     before = signal.signal(signal.SIGTERM, _terminate)  # until Ray starts, whose handler aborts
     try:
         args = parse(words)
@@ -108,7 +109,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-def supervise(command: Sequence[str], args: SimpleNamespace, locks: Sequence[int] = ()) -> int:
+def supervise(command: Sequence[str], args: Arguments, locks: Sequence[int] = ()) -> int:
     """Run ``command`` until it ends on purpose, restarting it at most ``--train.max_restarts`` times, and leave no
     process of it behind. Returns the exit status, as :func:`main` does.
 
@@ -164,7 +165,7 @@ def supervise(command: Sequence[str], args: SimpleNamespace, locks: Sequence[int
     return 1
 
 
-def _log_of(args: SimpleNamespace) -> Path | None:
+def _log_of(args: Arguments) -> Path | None:
     """Where the run's output goes while its progress is on a terminal: beside its metrics. None if nobody watches, or
     there are no metrics to show."""
     path = args.logger.metrics_path
@@ -172,7 +173,7 @@ def _log_of(args: SimpleNamespace) -> Path | None:
 
 
 @contextmanager
-def _on_screen(args: SimpleNamespace) -> Iterator[dict[str, int]]:
+def _on_screen(args: Arguments) -> Iterator[dict[str, int]]:
     """On a terminal, show progress within this block, and give the run's output a log."""
     log = _log_of(args)
     if log is None:
@@ -184,10 +185,12 @@ def _on_screen(args: SimpleNamespace) -> Iterator[dict[str, int]]:
     log.parent.mkdir(parents=True, exist_ok=True)
     data, prompts = args.data, 0
     if args.rollout.is_sampled:
+        assert data.prompt_dataset is not None
         prompts = table_rows(args, data.prompt_dataset, data.prompt_split, PROMPTS) or 0
     steps = min(prompts, data.max_samples) // args.rollout.batch_size * args.train.num_episodes
     over = threading.Event()
-    screen = threading.Thread(target=watch, args=(Path(args.logger.metrics_path), steps, lambda: not over.is_set()))
+    metrics = Path(args.logger.metrics_path or "")  # there is one, or no log
+    screen = threading.Thread(target=watch, args=(metrics, steps, lambda: not over.is_set()))
     print(f"The run's output goes to {log}.", file=sys.stderr)
     with log.open("ab") as file:
         screen.start()
@@ -198,7 +201,7 @@ def _on_screen(args: SimpleNamespace) -> Iterator[dict[str, int]]:
             screen.join()
 
 
-def _newest(args: SimpleNamespace) -> tuple[Path, int] | None:
+def _newest(args: Arguments) -> tuple[Path, int] | None:
     """The newest complete checkpoint, and when it was written."""
     path = newest_whole(*checkpoint_folders(args))
     return None if path is None else (path, path.stat().st_mtime_ns)

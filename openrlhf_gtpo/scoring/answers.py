@@ -24,7 +24,7 @@ BATCH = 64  # the most questions whose answers an interruption can lose
 
 
 def questions_of(
-    run: SimpleNamespace, tokenizer: Any, name: str, split: str, variables: dict[str | None, Any] | None = None
+    run: Any, tokenizer: Any, name: str, split: str, variables: dict[str | None, Any] | None = None
 ) -> list[tuple[str, Any]]:
     """Each question of a data set as the model is to read it, and its label, both as in training.
 
@@ -34,7 +34,7 @@ def questions_of(
     """
     from openrlhf_gtpo.training.checks.prompts import Prompts, blending_datasets
 
-    strategy = SimpleNamespace(args=run, print=lambda *_: None, is_rank_0=lambda: False)
+    strategy = SimpleNamespace(args=run, arguments=run, print=lambda *_: None, is_rank_0=lambda: False)
     rows = blending_datasets(name, None, strategy, max_count=run.data.max_samples, dataset_split=split)
     prompts = Prompts(rows, tokenizer, strategy, input_template=run.data.input_template)
     if variables is not None:

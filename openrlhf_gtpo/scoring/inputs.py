@@ -131,8 +131,9 @@ class RowFile:
         kept = kept_prompts(Path(self.model))
         settings = {flag.removeprefix("data."): value for flag, value in {**NONE, **kept}.items()}
         settings |= {"apply_chat_template": True, "input_template": None, "input_key": "prompt", "label_key": None}
+        args: Any = SimpleNamespace(data=SimpleNamespace(**settings))
         try:
-            return prompt_and_label(entry, SimpleNamespace(data=SimpleNamespace(**settings)), tokenizer)[0]
+            return prompt_and_label(entry, args, tokenizer)[0]
         except Exception as error:  # templates are programs
             raise UsageError(f"{where}: the prompt cannot be made: {one_line(error)}") from error
 

@@ -6,8 +6,9 @@ driver, the controller, an engine's actor, and a rank that trains.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from openrlhf_gtpo.training.arguments import Arguments
 
 if TYPE_CHECKING:  # the driver refuses a command line before anything heavy is imported
     from openrlhf.trainer.ppo_utils.experience import Experience
@@ -33,16 +34,22 @@ class Feature:
 
     settings: ClassVar["Group"]
 
-    def __init__(self, args: SimpleNamespace) -> None:
+    def __init__(self, args: Arguments) -> None:
         self.args = args
 
     def is_on(self) -> bool:
         """Whether the run has this feature."""
         raise NotImplementedError
 
-    def settle(self) -> None:
-        """Change the arguments where that takes the whole command line, as OpenRLHF has completed it. Called of every
-        feature, before it is asked whether it is on. Raises UsageError for a contradiction."""
+    def settle(self) -> Mapping[str, Any]:
+        """Other values for arguments, by flag, where that takes the whole command line, as OpenRLHF has completed it.
+        Asked of every feature, before it is asked whether it is on. Raises UsageError for a contradiction."""
+        return {}
+
+    def settle_by(self, model: "Model") -> Mapping[str, Any]:
+        """Likewise, where it takes the policy's checkpoint too: asked of features that are on, before they are checked
+        and before the run begins."""
+        return {}
 
     def check(self, model: "Model") -> None:
         """Raise UsageError for what would train something else in silence, or fail after minutes.
@@ -72,7 +79,7 @@ class ControllerFeature:
         args: the run's arguments.
     """
 
-    def __init__(self, args: SimpleNamespace) -> None:
+    def __init__(self, args: Arguments) -> None:
         self.args = args
 
     def sampler(self, run: Any) -> Any:

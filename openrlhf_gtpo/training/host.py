@@ -5,7 +5,7 @@ import re
 import socket
 import sys
 from importlib import metadata
-from types import SimpleNamespace
+from operator import attrgetter
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -14,6 +14,7 @@ from openrlhf_gtpo.errors import Restartable, UsageError
 from openrlhf_gtpo.megatron.fp8.options import FP32_SCALES
 from openrlhf_gtpo.platform import varlen_attention
 from openrlhf_gtpo.platform.gpus import too_old
+from openrlhf_gtpo.training.arguments import Actor, Arguments, Critic, Ref, Reward
 
 # The variables that upstream sets in its workers' environment, with upstream's defaults.
 _UPSTREAM_ENVIRONMENT = {
@@ -67,13 +68,13 @@ class EngineGroup(NamedTuple):
     elsewhere: str
 
 
-def gpus_of(args: SimpleNamespace) -> Gpus:
+def gpus_of(args: Arguments) -> Gpus:
     """The GPUs of a run, given how ``train`` of OpenRLHF 0.11.2 places its groups.
 
     https://github.com/OpenRLHF/OpenRLHF/blob/main/openrlhf/cli/train_ppo_ray.py
     """
 
-    def size(section: SimpleNamespace) -> int:
+    def size(section: Actor | Critic | Ref | Reward) -> int:
         return section.num_nodes * section.num_gpus_per_node
 
     shared = args.train.colocate_all
@@ -94,42 +95,46 @@ def gpus_of(args: SimpleNamespace) -> Gpus:
     )
 
 
-def adapt(args: SimpleNamespace) -> None:
-    """Replace what only CUDA can do, and sizes that only a node of GPUs has, with one printed line each."""
+def adapt(args: Arguments) -> dict[str, Any]:
+    """What replaces what only CUDA can do, and sizes that only a node of GPUs has, by flag; with one printed line
+    each."""
+    changes: dict[str, Any] = {}
 
-    def replace(section: SimpleNamespace, flag: str, value: object) -> None:
-        name = flag.partition(".")[2]
-        print(f"No CUDA on this host: {flag} {getattr(section, name)} becomes {value}.", file=sys.stderr)
-        setattr(section, name, value)
+    def replace(flag: str, value: object) -> None:
+        print(f"No CUDA on this host: --{flag} {attrgetter(flag)(args)} becomes {value}.", file=sys.stderr)
+        changes[flag] = value
 
     if (os.cpu_count() or 1) < _UPSTREAM_GPUS:
-        if args.actor.backend == "deepspeed" and args.actor.num_gpus_per_node == _UPSTREAM_GPUS:
-            replace(args.actor, "--actor.num_gpus_per_node", 1)
+        processes = args.actor.num_gpus_per_node
+        if args.actor.backend == "deepspeed" and processes == _UPSTREAM_GPUS:
+            processes = 1
+            replace("actor.num_gpus_per_node", processes)
         for name, own_gpus in zip(("ref", "critic", "reward"), gpus_of(args)[1:]):
-            section = getattr(args, name)
-            if section.num_gpus_per_node == _UPSTREAM_GPUS > args.actor.num_gpus_per_node:
+            flag = f"{name}.num_gpus_per_node"
+            if attrgetter(flag)(args) == _UPSTREAM_GPUS > processes:
                 if own_gpus:
-                    replace(section, f"--{name}.num_gpus_per_node", args.actor.num_gpus_per_node)
-                section.num_gpus_per_node = args.actor.num_gpus_per_node  # upstream compares groups that share, too
+                    replace(flag, processes)
+                changes[flag] = processes  # upstream compares groups that share, too
     if args.actor.backend == "megatron" and args.train.max_tokens_per_gpu == _UPSTREAM_TOKENS:
-        replace(args.train, "--train.max_tokens_per_gpu", CPU_TOKENS)
+        replace("train.max_tokens_per_gpu", CPU_TOKENS)
     if "flash_attention" in args.ds.attn_implementation:
-        replace(args.ds, "--ds.attn_implementation", "sdpa")
+        replace("ds.attn_implementation", "sdpa")
     if args.vllm.sync_backend == "nccl":
-        args.vllm.sync_backend = "gloo"
-    args.vllm.enforce_eager = True  # CUDA graphs do not exist here, and compiling takes longer than a short run
+        changes["vllm.sync_backend"] = "gloo"
+    changes["vllm.enforce_eager"] = True  # CUDA graphs do not exist, and compiling takes longer than a short run
     if args.vllm.enable_sleep:
-        replace(args.vllm, "--vllm.enable_sleep", False)
+        replace("vllm.enable_sleep", False)
     if args.ds.enable_sleep and args.actor.backend == "deepspeed":
-        replace(args.ds, "--ds.enable_sleep", False)
+        replace("ds.enable_sleep", False)
     if args.ds.adam_offload:
-        replace(args.ds, "--ds.adam_offload", False)
-    args.vllm.gpu_memory_utilization = min(args.vllm.gpu_memory_utilization, CPU_MEMORY_SHARE)
+        replace("ds.adam_offload", False)
+    changes["vllm.gpu_memory_utilization"] = min(args.vllm.gpu_memory_utilization, CPU_MEMORY_SHARE)
+    return changes
 
 
-def adapt_kernels(args: SimpleNamespace) -> None:
-    """On a CUDA host, do without compiled kernels that are missing, with one printed line. Without flash-attn, packed
-    rows attend with torch's own kernels, and padded ones with ``sdpa``."""
+def adapt_kernels(args: Arguments) -> dict[str, Any]:
+    """On a CUDA host, what does without compiled kernels that are missing, by flag; with one printed line. Without
+    flash-attn, packed rows attend with torch's own kernels, and padded ones with ``sdpa``."""
     on_megatron = args.actor.backend == "megatron"
     if on_megatron and not is_installed("transformer-engine"):
         print(
@@ -137,11 +142,12 @@ def adapt_kernels(args: SimpleNamespace) -> None:
             "(setup_env.sh --cuda --with-kernels).",
             file=sys.stderr,
         )
-    if args.ds.attn_implementation == "flash_attention_2" and not is_installed("flash-attn"):
-        packed = args.ds.packing_samples and varlen_attention.is_available()
-        args.ds.attn_implementation = varlen_attention.NAME if packed else "sdpa"
-        if not on_megatron:
-            print(f"No flash-attn here: --ds.attn_implementation is {args.ds.attn_implementation}.", file=sys.stderr)
+    if args.ds.attn_implementation != "flash_attention_2" or is_installed("flash-attn"):
+        return {}
+    attention = varlen_attention.NAME if args.ds.packing_samples and varlen_attention.is_available() else "sdpa"
+    if not on_megatron:
+        print(f"No flash-attn here: --ds.attn_implementation is {attention}.", file=sys.stderr)
+    return {"ds.attn_implementation": attention}
 
 
 def is_installed(package: str) -> bool:
@@ -152,7 +158,7 @@ def is_installed(package: str) -> bool:
         return False
 
 
-def start_ray(args: SimpleNamespace, gpus: int) -> None:
+def start_ray(args: Arguments, gpus: int) -> None:
     """Connect to the cluster that RAY_ADDRESS names, or start Ray on this host; with CUDA, as OpenRLHF does, only if
     `ray start` has not.
 

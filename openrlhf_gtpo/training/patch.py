@@ -4,14 +4,14 @@ The actors themselves bring what they need into their worker processes, which im
 """
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from openrlhf_gtpo import platform
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.feature import Feature
 
 
-def apply(args: SimpleNamespace, features: Sequence[Feature] = ()) -> None:
+def apply(args: Arguments, features: Sequence[Feature] = ()) -> None:
     """Replace the names through which upstream's ``train`` finds its actors. Safe to call twice."""
     import ray
     from openrlhf.cli import train_ppo_ray

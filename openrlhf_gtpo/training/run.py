@@ -1,15 +1,18 @@
 """Turns a command line into a run: parses and checks it, patches upstream and runs its own ``train`` in Ray."""
 
+import math
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.training import host, patch
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.checks import shared_prompts
 from openrlhf_gtpo.training.checks.data import check_data
 from openrlhf_gtpo.training.checks.megatron import check_megatron
@@ -22,17 +25,20 @@ from openrlhf_gtpo.training.controller.checkpoint_disk import check_room
 from openrlhf_gtpo.training.feature import Feature
 from openrlhf_gtpo.training.features import FEATURES
 from openrlhf_gtpo.training.settings import upstream_parser
+from openrlhf_gtpo.training.settings.frozen import changed, freeze, thaw
 from openrlhf_gtpo.training.settings.guard import check_openrlhf, why_no_scheduler
 from openrlhf_gtpo.training.settings.prompts import template_variables
-from openrlhf_gtpo.training.settings.values import settle_paths
+from openrlhf_gtpo.training.settings.values import absolute_paths
+
+_NEVER = ("eval.steps", "ckpt.save_steps")  # with -1
 
 
-def features_of(args: SimpleNamespace) -> list[Feature]:
+def features_of(args: Arguments) -> list[Feature]:
     """The features that a run has."""
     return [feature for kind in FEATURES if (feature := kind(args)).is_on()]
 
 
-def train(args: SimpleNamespace) -> None:
+def train(args: Arguments) -> None:
     """Run OpenRLHF's training with parsed and checked arguments.
 
     Raises:
@@ -42,7 +48,9 @@ def train(args: SimpleNamespace) -> None:
         StoppedOnRequest: the run was asked to stop, and can be resumed.
     """
     stop.prepare(args)
-    shared_prompts.decide(args, _models(args))  # here, as a supervised run's process has nothing else of the checks
+    # Here, as a supervised run's process has nothing else of the checks.
+    policy, *_ = models = _models(args)
+    args = changed(_settled_by(policy, args), shared_prompts.decide(args, models))
     if args.rollout.is_sampled and (why := why_no_scheduler()):
         print(f"Engines send each token by itself, which makes rollouts slower: {why}.", file=sys.stderr)
     patch.apply(args, features_of(args))
@@ -50,7 +58,7 @@ def train(args: SimpleNamespace) -> None:
     run(args)
 
 
-def parse(argv: Sequence[str]) -> SimpleNamespace:
+def parse(argv: Sequence[str]) -> Arguments:
     """Parse ``argv`` into upstream's and this package's arguments, adapted to what this host can run.
 
     Raises:
@@ -58,18 +66,23 @@ def parse(argv: Sequence[str]) -> SimpleNamespace:
     """
     check_openrlhf()
     platform.choose()
-    args = upstream_parser.parse(argv)
-    settle_paths(args)
+    args = freeze(upstream_parser.parse(argv))
+    args = changed(args, absolute_paths(args))
     for kind in FEATURES:
-        kind(args).settle()
-    if platform.chosen_platform() == "cpu":
-        host.adapt(args)
-    else:
-        host.adapt_kernels(args)
+        args = changed(args, kind(args).settle())
+    args = changed(args, {flag: math.inf for flag in _NEVER if attrgetter(flag)(args) == -1})
+    adapt = host.adapt if platform.chosen_platform() == "cpu" else host.adapt_kernels
+    return changed(args, adapt(args))
+
+
+def _settled_by(policy: Model, args: Arguments) -> Arguments:
+    """``args`` with what features make of the policy's checkpoint."""
+    for feature in features_of(args):
+        args = changed(args, feature.settle_by(policy))
     return args
 
 
-def check(args: SimpleNamespace) -> None:
+def check(args: Arguments) -> None:
     """All checks of a run, in their order, before anything starts. Each is here because what it prevents is silent or
     dear: training would go on and learn something else, or fail after minutes, or lose data.
 
@@ -95,6 +108,7 @@ def check(args: SimpleNamespace) -> None:
             from openrlhf_gtpo.training.rollout.turns import check_turns
 
             check_turns(agent, policy.tokenizer, template_variables(args.data.chat_template_kwargs))
+    args = _settled_by(policy, args)
     for feature in features_of(args):
         feature.check(policy)
     policy.check_weights()
@@ -103,7 +117,7 @@ def check(args: SimpleNamespace) -> None:
     host.check_ray()
 
 
-def _models(args: SimpleNamespace) -> list[Model]:
+def _models(args: Arguments) -> list[Model]:
     """The run's checkpoints, the policy's first."""
     names = {"actor": args.actor.model_name_or_path, "critic": args.critic.model_name_or_path}
     names |= {} if args.reward.remote_url else {"reward": args.reward.model_name_or_path}
@@ -113,7 +127,7 @@ def _models(args: SimpleNamespace) -> list[Model]:
     ]
 
 
-def run(args: SimpleNamespace) -> None:
+def run(args: Arguments) -> None:
     """Run upstream's ``train`` in the Ray that was started, and shut Ray down at the end.
 
     Raises:
@@ -152,7 +166,7 @@ def run(args: SimpleNamespace) -> None:
                 # A Ray that was started for this run has what the run asks for.
                 own = platform.chosen_platform() == "cpu" and not os.environ.get("RAY_ADDRESS")
                 with nullcontext() if own else waits_reported():
-                    train_ppo_ray.train(args)
+                    train_ppo_ray.train(thaw(args))
                 ray.get([controller.end.remote() for controller in controllers])
         finally:
             ray.shutdown()

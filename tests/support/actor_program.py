@@ -21,13 +21,14 @@ def run_actor(backend: str, model: str, argv: list[str], output: str | None = No
     """
     from openrlhf.utils import get_strategy
 
-    from openrlhf_gtpo.training import host, patch
-    from tests.support.rollouts import arguments
+    from openrlhf_gtpo.training import patch
+    from tests.support.rollouts import adapted, arguments
 
     world_size = int(os.environ["WORLD_SIZE"])
     args = arguments(*argv, "--actor.model_name_or_path", model, "--actor.backend", backend)
     args.actor.num_gpus_per_node = world_size
-    host.adapt(args)
+    args.ckpt.output_dir = output or args.ckpt.output_dir
+    args = adapted(args)
     patch.apply(args)
     os.environ["LOCAL_RANK"] = "0"
     strategy = get_strategy(args)
@@ -45,7 +46,6 @@ def run_actor(backend: str, model: str, argv: list[str], output: str | None = No
     second = policy.fit(0.1)
     after = [log_probs_of(result) for result in run_forward(policy, batches)]
     if output is not None:
-        args.ckpt.output_dir = output
         with mock.patch(
             "time.sleep", lambda seconds: shutil.rmtree(Path(output, "model.safetensors"), ignore_errors=True)
         ):

@@ -16,14 +16,14 @@ def run(model: str, folder: str, argv: list[str]) -> dict[str, Any]:
     from openrlhf.utils.deepspeed import DeepspeedStrategy
 
     from openrlhf_gtpo.checkpoints.files import HashedFile
-    from openrlhf_gtpo.training import host, patch
+    from openrlhf_gtpo.training import patch
     from openrlhf_gtpo.training.actors import strategy as strategy_module
-    from tests.support.rollouts import arguments
+    from tests.support.rollouts import adapted, arguments
 
     args = arguments(*argv, "--actor.model_name_or_path", model, "--ckpt.path", folder)
     args.actor.num_gpus_per_node = int(os.environ["WORLD_SIZE"])
     args.ckpt.max_num = 1
-    host.adapt(args)
+    args = adapted(args)
     patch.apply(args)
     os.environ["LOCAL_RANK"] = "0"
     strategy = get_strategy(args)

@@ -144,7 +144,7 @@ class Data(Prompts):
     def __init__(self, prompts: Sequence[str], args: SimpleNamespace) -> None:
         self.prompts = self.labels = prompts
         self.images, self.datasources = [None] * len(prompts), ["x"] * len(prompts)
-        self.strategy = SimpleNamespace(args=args)
+        self.strategy = SimpleNamespace(args=args, arguments=args)
         self._rows = [row.encode() for row in prompts]
 
 

@@ -32,13 +32,13 @@ def run_steps(
 
     from openrlhf.utils import get_strategy
 
-    from openrlhf_gtpo.training import host, patch
-    from tests.support.rollouts import arguments
+    from openrlhf_gtpo.training import patch
+    from tests.support.rollouts import adapted, arguments
 
     args = arguments(*argv, "--actor.model_name_or_path", model, "--actor.backend", backend)
     args.actor.num_gpus_per_node = args.ref.num_gpus_per_node = int(os.environ["WORLD_SIZE"])
     args.ckpt.path, args.ckpt.output_dir = folder or args.ckpt.path, export or args.ckpt.output_dir
-    host.adapt(args)
+    args = adapted(args)
     patch.apply(args)
     os.environ["LOCAL_RANK"] = "0"
     strategy = get_strategy(args)

@@ -19,10 +19,9 @@ from openrlhf.utils import get_strategy
 from openrlhf_gtpo.megatron.checkpoint.checkpoints import Checkpoints
 from openrlhf_gtpo.megatron.parallel import groups
 from openrlhf_gtpo.megatron.train.trainer import Trainer
-from openrlhf_gtpo.training import host
 from openrlhf_gtpo.training.actors.megatron_actor import MegatronPolicy, MegatronReference
 from tests.support.actor_program import BATCHES, log_probs_of, make_experience, padded_batch, start_actor
-from tests.support.rollouts import arguments
+from tests.support.rollouts import adapted, arguments
 
 # Each moment, and the parts for which the actor reserves memory then.
 Moments = list[tuple[str, set[str]]]
@@ -125,7 +124,7 @@ def run_reference(model: str, argv: list[str]) -> tuple[list[set[str]], list[lis
 
 def _arguments(model: str, argv: list[str]) -> tuple[SimpleNamespace, Any]:
     args = arguments(*argv, "--actor.model_name_or_path", model, "--actor.backend", "megatron", "--train.colocate_all")
-    host.adapt(args)
+    args = adapted(args)
     args.vllm.enable_sleep = True  # which vLLM has on CUDA only
     return args, get_strategy(args)
 

@@ -12,12 +12,14 @@ from openrlhf.trainer.ppo_utils import experience_maker as upstream
 from openrlhf.trainer.ppo_utils.experience import Experience
 
 from openrlhf_gtpo.token_values import TokenValues
+from openrlhf_gtpo.training import host
 from openrlhf_gtpo.training.credit import experiences
 from openrlhf_gtpo.training.credit.entropy_credit import captures_entropy
 from openrlhf_gtpo.training.credit.experiences import ExperienceMaker, Models
 from openrlhf_gtpo.training.feature import ControllerFeature
 from openrlhf_gtpo.training.rows import Row
 from openrlhf_gtpo.training.settings import upstream_parser
+from openrlhf_gtpo.training.settings.frozen import changed, freeze, thaw
 
 PAD = 0
 
@@ -27,6 +29,12 @@ def arguments(*argv: str, samples: int = 4) -> SimpleNamespace:
     base = ["--reward.remote_url", "r.py", "--vllm.num_engines", "1", "--actor.num_gpus_per_node", "1"]
     base += ["--rollout.n_samples_per_prompt", str(samples), "--rollout.micro_batch_size", "3"]
     return upstream_parser.parse([*base, *argv])
+
+
+def adapted(args: SimpleNamespace) -> SimpleNamespace:
+    """The arguments as a CPU host has them."""
+    frozen = freeze(args)
+    return thaw(changed(frozen, host.adapt(frozen)))
 
 
 @dataclass
@@ -154,7 +162,7 @@ def maker(
     critic = TableModel(ranks, duplicates, batch.values) if args.algo.advantage.estimator == "gae" else None
     reference = TableModel(ranks, duplicates, batch.reference) if kl_coef else None
     tokenizer, kl_control = SimpleNamespace(pad_token_id=PAD), SimpleNamespace(value=kl_coef)
-    strategy = SimpleNamespace(args=args)
+    strategy = SimpleNamespace(args=args, arguments=args)
     if ours:
         return ExperienceMaker(strategy, Models(policy, critic, None, reference), kl_control, tokenizer, features)
     return kind(policy, critic, None, reference, kl_control, strategy, tokenizer)

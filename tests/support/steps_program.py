@@ -199,16 +199,18 @@ def _trained(backend: str, model: str, argv: list[str]) -> tuple[SimpleNamespace
     """Arguments, strategy, and the actor that holds the policy or, with ``gae``, the critic."""
     from openrlhf.utils import get_strategy
 
-    from openrlhf_gtpo.training import host, patch, run
+    from openrlhf_gtpo.training import patch, run
     from openrlhf_gtpo.training.checks import shared_prompts
     from openrlhf_gtpo.training.checks.model import Model
-    from tests.support.rollouts import arguments
+    from openrlhf_gtpo.training.settings.frozen import changed, freeze, thaw
+    from tests.support.rollouts import adapted, arguments
 
     args = arguments(*argv, "--actor.model_name_or_path", model, "--actor.backend", backend)
     args.actor.num_gpus_per_node = int(os.environ["WORLD_SIZE"])
-    host.adapt(args)
+    args = adapted(args)
     if args.train.shared_prompts == "on" and "--train.shared_prompts" in argv:
-        shared_prompts.decide(args, [Model(model, "--actor.model_name_or_path")])
+        decided = shared_prompts.decide(freeze(args), [Model(model, "--actor.model_name_or_path")])
+        args = thaw(changed(freeze(args), decided))
         assert args.train.shares_prompts
     patch.apply(args)
     os.environ["LOCAL_RANK"] = "0"

@@ -9,15 +9,15 @@ def sent_weights(model: str, argv: list[str]) -> dict[str, torch.Tensor]:
     """The tensors of a trainer's second transfer by name, in the shapes that are announced."""
     from openrlhf.utils import get_strategy
 
-    from openrlhf_gtpo.training import host, patch
+    from openrlhf_gtpo.training import patch
     from openrlhf_gtpo.weight_sync.buckets import WIRE_DTYPE, numel, unpack
     from tests.support.actor_program import policy_class, start_actor
-    from tests.support.rollouts import arguments
+    from tests.support.rollouts import adapted, arguments
 
     world_size = int(os.environ["WORLD_SIZE"])
     args = arguments(*argv, "--actor.model_name_or_path", model)
     args.actor.num_gpus_per_node = world_size
-    host.adapt(args)
+    args = adapted(args)
     patch.apply(args)
     os.environ["LOCAL_RANK"] = "0"
     policy = start_actor(policy_class("deepspeed"), world_size)

@@ -190,7 +190,7 @@ def test_gloo_takes_the_interface_by_which_ray_knows_the_node(monkeypatch: pytes
     monkeypatch.setattr(DeepspeedStrategy, "setup_distributed", lambda self, timeout: None)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.2")
     strategy = object.__new__(Strategy)
-    strategy.args = SimpleNamespace(ds=SimpleNamespace(attn_implementation="sdpa"))
+    strategy.arguments = SimpleNamespace(ds=SimpleNamespace(attn_implementation="sdpa"))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
     strategy.setup_distributed()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth1", "the user's setting wins"

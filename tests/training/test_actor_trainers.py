@@ -88,6 +88,7 @@ def test_a_micro_batch_has_one_loss_and_gradient(argv: list[str], monkeypatch: p
     args = arguments("--algo.advantage.estimator", *argv, "--logger.dump_rollouts", "1")
     strategy = SimpleNamespace(
         args=args,
+        arguments=args,
         ring_attn_group=None,
         ds_device_mesh={"dp": SimpleNamespace(get_group=lambda: None)},
         backward=lambda loss, *_: loss.backward(),

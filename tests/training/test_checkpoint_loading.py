@@ -46,7 +46,7 @@ def test_a_universal_checkpoint_is_the_one_that_was_asked_for(monkeypatch: pytes
     strategy.use_ds_universal_ckpt = True
     schedule = SimpleNamespace(base_lrs=[1.0], optimizer=SimpleNamespace(param_groups=[{"lr": 1.0}]))
     for tag in ("global_step4_universal", None):  # None: the one that DeepSpeed's latest_universal names
-        strategy.args = SimpleNamespace(ckpt=SimpleNamespace(load_tag=tag))
+        strategy.arguments = SimpleNamespace(ckpt=SimpleNamespace(load_tag=tag))
         strategy.load_ckpt(SimpleNamespace(lr_scheduler=schedule, optimizer=None), "_actor")
     assert asked == ["global_step4_universal", None]
 

@@ -137,7 +137,7 @@ def test_the_lm_heads_memory_is_given_in_mib(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(groups, "initialize", lambda *args: None)
     for given, expected in (([], None), (["--megatron.lm_head_mb", "512"], 2**29)):
         args = arguments(*given, "--actor.backend", "megatron")
-        strategy = SimpleNamespace(args=args, setup_distributed=lambda *args, **kwargs: None)
+        strategy = SimpleNamespace(arguments=args, setup_distributed=lambda *args, **kwargs: None)
         with pytest.raises(Loaded) as loaded:
             start_actor(megatron_actor.MegatronReference, 1).init_model_from_pretrained(strategy, "model")
         assert loaded.value.args == (expected,)

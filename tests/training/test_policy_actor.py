@@ -31,7 +31,7 @@ def forward(kind: str, *argv: str) -> tuple[Any, torch.Tensor, transformers.PreT
     model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**TINY)).eval()
     model.config.use_cache = False
     actor = object.__new__(EntropyPolicyActor)
-    actor.strategy = SimpleNamespace(args=arguments(*argv), ring_attn_group=None)
+    actor.strategy = SimpleNamespace(arguments=arguments(*argv), ring_attn_group=None)
     actor.actor = PolicyModel(model, temperature=0.8)
     actor.actor.packing_samples = False
     sequences = torch.randint(1, 61, (2, 7))
@@ -76,8 +76,8 @@ def test_images_reach_the_forward_that_returns_entropies() -> None:
     patches = torch.randn(4, 3 * 2 * 2 * 2)  # of two frames with three colors, two by two pixels each
     answers = []
     for argv in ((), ("--logger.entropy_enable",)):
-        strategy = SimpleNamespace(args=arguments("--algo.advantage.estimator", "group_norm", *argv))
-        actor.strategy = SimpleNamespace(args=strategy.args, ring_attn_group=None)
+        args = arguments("--algo.advantage.estimator", "group_norm", *argv)
+        actor.strategy = SimpleNamespace(args=args, arguments=args, ring_attn_group=None)
         for pixels in (patches, 1 - patches):
             image = [[{"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 2, 2]])}]]
             answers.append(actor.forward(sequences, mask, torch.ones_like(sequences), mm_train_inputs_list=image))

@@ -50,6 +50,6 @@ def test_packing_without_flash_attn_registers_its_attention(monkeypatch: pytest.
     monkeypatch.setattr(DeepspeedStrategy, "setup_distributed", lambda *_: None)
     for attention in ("sdpa", "varlen"):
         own = strategy.Strategy.__new__(strategy.Strategy)
-        own.args = SimpleNamespace(ds=SimpleNamespace(attn_implementation=attention))
+        own.arguments = SimpleNamespace(ds=SimpleNamespace(attn_implementation=attention))
         own.setup_distributed()
     assert registered == ["varlen"]

@@ -79,7 +79,9 @@ def trainer_of(policy: torch.nn.Module, actors: list[Actor], *argv: str) -> Deep
     flags = ("--algo.advantage.estimator", "group_norm", "--vllm.num_engines", str(len(actors)), *argv)
     args = arguments(*flags, "--vllm.sync_bucket_mb", "1")
     model = SimpleNamespace(model=SimpleNamespace(module=policy))
-    return DeepspeedActorTrainer(SimpleNamespace(args=args), model, None, None, None, vllm_engines=actors)
+    return DeepspeedActorTrainer(
+        SimpleNamespace(args=args, arguments=args), model, None, None, None, vllm_engines=actors
+    )
 
 
 @pytest.mark.parametrize("argv", TRANSPORT, ids=" ".join)

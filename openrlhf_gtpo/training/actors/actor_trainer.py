@@ -20,6 +20,7 @@ from openrlhf_gtpo.errors import Restartable, TrainingStopped, last_error
 from openrlhf_gtpo.platform.agreement import all_gather_objects
 from openrlhf_gtpo.platform.files import is_full
 from openrlhf_gtpo.report import names
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.credit.info import info_rows, off_policy_rows
 from openrlhf_gtpo.training.credit.loss import (
     LossFeature,
@@ -102,6 +103,7 @@ class ActorTrainer(ActorPPOTrainer):
 
     def __init__(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(strategy, *args, **kwargs)
+        self.args: Arguments = strategy.arguments  # upstream's own may be written to
         self.policy_loss = make_policy_loss(self.args)
 
     def loss(

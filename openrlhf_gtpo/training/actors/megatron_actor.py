@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -32,6 +31,7 @@ from openrlhf_gtpo.training.actors.actor_trainer import keep_trying
 from openrlhf_gtpo.training.actors.dispatch import FORWARDS
 from openrlhf_gtpo.training.actors.megatron_trainer import MegatronActorTrainer
 from openrlhf_gtpo.training.actors.micro_batches import PaddedBatch, forward_padded
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.credit.entropy_credit import captures_entropy
 from openrlhf_gtpo.training.credit.loss import LossFeature
 from openrlhf_gtpo.training.settings.megatron_flags import fp8_of, layout_of, refusals_name_flags
@@ -49,7 +49,7 @@ class MegatronModelActor(BaseModelActor):
     trains = False
 
     def _load(self, strategy: Any, source: str) -> None:
-        args = strategy.args
+        args = strategy.arguments
         self._setup_distributed(strategy)
         groups.initialize(layout_of(args), args.train.seed)
         with refusals_name_flags():  # what this GPU cannot do in FP8
@@ -73,7 +73,7 @@ class MegatronModelActor(BaseModelActor):
         return self._forward_all(batches) if method_name == "forward" else self._forward_reference(batches)
 
     def _forward_all(self, batches: list[PaddedBatch]) -> list[Any]:
-        args = self.strategy.args
+        args = self.strategy.arguments
         per_gpu = args.rollout.max_tokens_per_gpu or args.train.max_tokens_per_gpu
         budget = per_gpu * args.megatron.context_parallel_size
         return forward_padded(batches, budget, partial(schedule.forward, self.model), args.train.shares_prompts)
@@ -94,7 +94,7 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
         self, strategy: Any, pretrain: str, max_steps: int | None = None, vllm_engines: list[Any] | None = None
     ) -> None:
         """Load ``pretrain``, or the newest checkpoint if ``--ckpt.load_enable`` finds one, and join the engines."""
-        args = strategy.args
+        args = strategy.arguments
         self._load(strategy, pretrain)
         self.megatron = Trainer(self.model, _optimizer_options(args), _schedule(args, max_steps or 1))
         self.offload = Offload(self.megatron)
@@ -126,7 +126,7 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
             fp8 = self.model.fp8
             with fp8.high_precision() if fp8 and self.high_precision else nullcontext():
                 results = super()._forward_all(batches)
-            return results if captures_entropy(self.strategy.args) else [result.log_probs for result in results]
+            return results if captures_entropy(self.strategy.arguments) else [result.log_probs for result in results]
 
     def _forward_reference(self, batches: list[PaddedBatch]) -> list[Any]:
         self.offload.restore(optimizer=False)
@@ -175,7 +175,7 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
         Raises:
             CheckpointWriteError: it could not be written; training can go on.
         """
-        args = self.strategy.args
+        args = self.strategy.arguments
         self.offload.restore(gradients=False)  # the engines' weights are awake at the same time
         try:
             if not args.ckpt.disable_ds:
@@ -205,15 +205,15 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
             self.checkpoints.finish()
         except CheckpointWriteError as error:
             self.strategy.print(f"Warning: {error} The trained model is being written now.")
-        keep_trying(self._save_hf, self.strategy.args.ckpt.output_dir)
+        keep_trying(self._save_hf, self.strategy.arguments.ckpt.output_dir)
 
     def _save_hf(self, directory: str) -> None:
         save_hf(self.megatron, self.source, directory)
-        from_first_rank(lambda: keep_prompts(Path(directory), self.strategy.args), CheckpointWriteError)
+        from_first_rank(lambda: keep_prompts(Path(directory), self.strategy.arguments), CheckpointWriteError)
         torch_dist_barrier_and_cuda_sync()
 
     def _rest(self) -> None:
-        if self.strategy.args.megatron.offload:
+        if self.strategy.arguments.megatron.offload:
             self.offload.optimizer()
             self.offload.parameters()
 
@@ -235,14 +235,14 @@ class MegatronReference(MegatronModelActor):
         return [result.log_probs for result in results]
 
     def _rest(self) -> None:
-        if self.strategy.args.ref.offload:
+        if self.strategy.arguments.ref.offload:
             self.offload.parameters()
 
 
 MegatronReferenceActor = ray.remote(num_gpus=1)(MegatronReference)
 
 
-def _model_options(args: SimpleNamespace) -> ModelOptions:
+def _model_options(args: Arguments) -> ModelOptions:
     return ModelOptions(
         layout=layout_of(args),
         dtype=torch.bfloat16,
@@ -257,11 +257,11 @@ def _model_options(args: SimpleNamespace) -> ModelOptions:
     )
 
 
-def _optimizer_options(args: SimpleNamespace) -> OptimizerOptions:
+def _optimizer_options(args: Arguments) -> OptimizerOptions:
     adam = args.actor.adam
     return OptimizerOptions(
         lr=adam.lr,
-        betas=tuple(adam.betas),
+        betas=(adam.betas[0], adam.betas[1]),
         eps=adam.eps,
         weight_decay=adam.weight_decay,
         max_norm=args.actor.max_norm,
@@ -270,7 +270,7 @@ def _optimizer_options(args: SimpleNamespace) -> OptimizerOptions:
     )
 
 
-def _schedule(args: SimpleNamespace, steps: int) -> MakeSchedule:
+def _schedule(args: Arguments, steps: int) -> MakeSchedule:
     name = args.actor.lr_scheduler
     return partial(
         get_scheduler,

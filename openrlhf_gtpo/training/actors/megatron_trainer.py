@@ -45,7 +45,7 @@ class MegatronActorTrainer(ActorTrainer):
             None,  # no moving average of the weights
             None,
             None,
-            micro_train_batch_size=strategy.args.train.micro_batch_size,
+            micro_train_batch_size=strategy.arguments.train.micro_batch_size,
             vllm_engines=vllm_engines,
         )
         self.model = model

@@ -10,7 +10,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +23,7 @@ from openrlhf_gtpo.platform.agreement import all_gather_objects
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.shared_prompts.balance import Prompt, computed_tokens
 from openrlhf_gtpo.training.actors.micro_batches import fill_micro_batches, prompts_of
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.credit.info import off_policy_rows
 from openrlhf_gtpo.training.credit.loss import StepTotals
 from openrlhf_gtpo.training.credit.old_policy import count_steps
@@ -33,7 +33,7 @@ _OF_OWN_ROWS = ("ppo_kl", "vllm_kl", "is_filter_ratio")
 
 def optimizer_steps(
     num_rows: int,
-    args: SimpleNamespace,
+    args: Arguments,
     group: ProcessGroup,
     device: torch.device,
     shuffle: np.random.Generator | None,
@@ -151,7 +151,7 @@ class StepMetrics:
         replicas: what parts are divided by: the number of replicas if their gradients are averaged, 1 if summed.
     """
 
-    def __init__(self, args: SimpleNamespace, replicas: int = 1) -> None:
+    def __init__(self, args: Arguments, replicas: int = 1) -> None:
         self._parts = {"policy_loss", "entropy_loss", "critic_loss"} | ({"kl"} if args.algo.kl.use_loss else set())
         self._of_rows = {"is_filter_ratio"} if args.algo.advantage.is_correction_level == "seq" else set()
         self._replicas = replicas
@@ -224,7 +224,7 @@ class BadSteps:
     ``--train.max_bad_steps`` in a row. Such a step is skipped: weights, moments, learning rate schedule and step count
     stay the same, on every rank. No limit with fp16, since DeepSpeed's loss scaling works by skipping steps."""
 
-    def __init__(self, model: str, args: SimpleNamespace) -> None:
+    def __init__(self, model: str, args: Arguments) -> None:
         self._model = model
         self._limit = math.inf if args.ds.param_dtype == "fp16" else args.train.max_bad_steps
         self._in_a_row = 0
@@ -278,13 +278,15 @@ class WholeSteps:
     (``managed_gradient_accumulation``, https://github.com/deepspeedai/DeepSpeed/issues/8183).
     """
 
+    args: Arguments
     strategy: Any
     replay_buffer: Any
 
     def __init__(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(strategy, *args, **kwargs)  # type: ignore[call-arg]
         self._trained = "critic" if hasattr(self, "critic") else "actor"
-        self._bad_steps = BadSteps(self._trained, strategy.args)
+        self.args = strategy.arguments  # upstream's own may be written to
+        self._bad_steps = BadSteps(self._trained, self.args)
 
     @property
     def _deepspeed_engine(self) -> Any:
@@ -299,7 +301,7 @@ class WholeSteps:
             its metrics over all replicas (see ``StepMetrics``); for learning rate and gradient norm, the last value.
         """
         engine, mesh = self._deepspeed_engine, self.strategy.ds_device_mesh
-        metrics = StepMetrics(self.strategy.args, mesh["dp"].size())
+        metrics = StepMetrics(self.args, mesh["dp"].size())
         last: dict[str, float] = {}
         steps = bad = 0
         for batch in self.micro_batches():
@@ -321,7 +323,7 @@ class WholeSteps:
     def row_order(self) -> RowOrder | None:
         """The order of rows in the next training phase: the same on every rank of a replica, and after a resume. None
         for the rows' own order, in which dynamic batches without shared prompts are already sorted for balance."""
-        engine, train = self._deepspeed_engine, self.strategy.args.train
+        engine, train = self._deepspeed_engine, self.args.train
         if train.dynamic_batch_enable and not train.shares_prompts:
             return None
         seed = [train.seed, engine.global_steps - engine.skipped_steps]
@@ -333,7 +335,7 @@ class WholeSteps:
         assert (
             engine.gradient_accumulation_steps() == 1
         ), "DeepSpeed divides losses that are divided already; see Strategy"
-        args, items = self.strategy.args, self.replay_buffer.items
+        args, items = self.args, self.replay_buffer.items
         group = self.strategy.ds_device_mesh["dp"].get_group()
         device = torch.device(torch.cuda.current_device())
         order = self.row_order()
@@ -360,7 +362,7 @@ class WholeSteps:
     def _split(self, items: list[Experience]) -> list[list[Experience]]:
         """Split into micro-batches by number of tokens with dynamic batches, by number of rows otherwise. Where
         prompts are shared, as many tokens are computed at once as in that number of rows, padded to the longest."""
-        args = self.strategy.args
+        args = self.args
         dynamic, size, shares = args.train.dynamic_batch_enable, args.train.micro_batch_size, args.train.shares_prompts
         if not dynamic and not shares:
             return [items[i : i + size] for i in range(0, len(items), size)]

@@ -113,7 +113,7 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
         """Like upstream's, with this package's model and trainer in place of its own."""
         ppo_actor.ActorPPOTrainer = DeepspeedActorTrainer
         upstream_model.get_peft_model = adapters.adapt
-        if captures_entropy(strategy.args) or platform.chosen_platform() == "cpu":
+        if captures_entropy(strategy.arguments) or platform.chosen_platform() == "cpu":
             ppo_actor.Actor = PolicyModel
         super().init_model_from_pretrained(strategy, pretrain, max_steps=max_steps, vllm_engines=vllm_engines)
         self.trainer.loss_features = self.loss_features
@@ -147,7 +147,7 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
         them.
         """
         with self.peaks.phase(names.OLD_LOG_PROBS):
-            if not captures_entropy(self.strategy.args):
+            if not captures_entropy(self.strategy.arguments):
                 return super().forward(sequences, action_mask, attention_mask, packed_seq_lens, mm_train_inputs_list)
             device = torch.cuda.current_device()
             images = {}
@@ -183,7 +183,7 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
 
     def save_model(self) -> None:
         """Like upstream's, but retried if the model cannot be written."""
-        args = self.strategy.args
+        args = self.strategy.arguments
         model = self.ema_model if args.train.enable_ema else self.actor
         keep_trying(partial(self.strategy.save_model, model, self.tokenizer), args.ckpt.output_dir)
 
@@ -231,7 +231,7 @@ class DeepspeedCriticActor(_UpstreamCriticActor):  # type: ignore[misc]
         """Like upstream's, but retried if the model cannot be written."""
         if self.tokenizer is not None:  # upstream has none without --critic.save_value_network
             save = partial(self.strategy.save_model, self.critic, self.tokenizer)
-            keep_trying(save, self.strategy.args.ckpt.output_dir + "_critic")
+            keep_trying(save, self.strategy.arguments.ckpt.output_dir + "_critic")
 
 
 CriticActor = ray.remote(num_gpus=1)(DeepspeedCriticActor)

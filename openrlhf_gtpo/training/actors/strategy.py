@@ -62,6 +62,7 @@ from openrlhf_gtpo.training.actors.policy_model import PolicyModel
 from openrlhf_gtpo.training.checks.origin import ORIGIN
 from openrlhf_gtpo.training.checks.prompts import Prompts, blending_datasets
 from openrlhf_gtpo.training.checks.results import checkpoint_folders
+from openrlhf_gtpo.training.settings.frozen import freeze
 from openrlhf_gtpo.training.settings.prompts import keep_prompts
 
 # In a checkpoint's client states: those that were given, and all ranks' random states. DeepSpeed 0.19.6 returns
@@ -71,12 +72,17 @@ _GIVEN, _RANDOM = "given", "random"
 
 
 class Strategy(DeepspeedStrategy):
-    """Upstream's strategy, with gradient accumulation left to the trainers (see ``optimizer_steps``)."""
+    """Upstream's strategy, with gradient accumulation left to the trainers (see ``optimizer_steps``).
+
+    Attributes:
+        arguments: the run's, of which upstream's code has a copy, ``args``.
+    """
 
     _lora: dict[str, Any] | None = None  # what checkpoints say of the adapters of the model that this process trains
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.arguments = freeze(self.args)
         # DeepSpeed is told 1 micro-batch per step, so that it divides no loss; the trainers say which one is the last.
         self.use_dynamic_batch = True
 
@@ -106,7 +112,7 @@ class Strategy(DeepspeedStrategy):
 
     def setup_distributed(self, timeout: timedelta = timedelta(minutes=60)) -> None:
         cpp_extension.FileBaton = CompileLock  # DeepSpeed builds its CPU Adam on first use
-        if self.args.ds.attn_implementation == varlen_attention.NAME:
+        if self.arguments.ds.attn_implementation == varlen_attention.NAME:
             varlen_attention.register()
         if self._shares_prompts:
             shared_prompts.register()
@@ -136,7 +142,7 @@ class Strategy(DeepspeedStrategy):
     @property
     def _shares_prompts(self) -> bool:
         """Whether the models on DeepSpeed share prompts."""
-        return self.args.ds.attn_implementation == shared_prompts.NAME
+        return self.arguments.ds.attn_implementation == shared_prompts.NAME
 
     def prepare(self, *models: Any) -> Any:
         """Like upstream's, but rows share their prompts, in every model that this process trains or runs."""
@@ -154,8 +160,10 @@ class Strategy(DeepspeedStrategy):
         checks but steps anyway (deepspeed 0.19.6, zero/stage3.py, bf16_optimizer.py, fp16/fused_optimizer.py). Can go
         once all of them heed ``check_grad_overflow`` (https://github.com/deepspeedai/DeepSpeed/pull/6976)."""
         if isinstance(module := self._unwrap_model(model), PeftModel):
-            adapters.start(module, self.args.ds.param_dtype, self.args.train.seed)
-            described = partial(adapters.described, module, self.args.actor.lora, self.args.actor.model_name_or_path)
+            adapters.start(module, self.arguments.ds.param_dtype, self.arguments.train.seed)
+            actor = self.arguments.actor
+            assert actor.lora is not None
+            described = partial(adapters.described, module, actor.lora, actor.model_name_or_path)
             self._lora = from_first_rank(described, UsageError)
         model, optimizer, scheduler = super()._ds_init_train_model(model, cfg)
         if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
@@ -261,7 +269,7 @@ class Strategy(DeepspeedStrategy):
         Raises:
             CheckpointError: there are checkpoints, but none that can be used.
         """
-        tag = tag or self.args.ckpt.load_tag
+        tag = tag or self.arguments.ckpt.load_tag
         if not self.use_ds_universal_ckpt:
             path = choose(self._saved_together(Path(load_dir)), tag)
             if path is None:
@@ -299,7 +307,7 @@ class Strategy(DeepspeedStrategy):
 
     def _saved_together(self, folder: Path) -> list[Path]:
         """``folder`` and, in a run with a critic, the other role's, which also has a checkpoint of each tag."""
-        return [folder, *(other for other in checkpoint_folders(self.args) if other.name != folder.name)]
+        return [folder, *(other for other in checkpoint_folders(self.arguments) if other.name != folder.name)]
 
     def save_model(self, model: Any, tokenizer: Any, output_dir: str, **kwargs: Any) -> None:
         """Like upstream's, but only weights are written anew, in a folder that then becomes ``output_dir`` (see
@@ -308,7 +316,7 @@ class Strategy(DeepspeedStrategy):
         Raises:
             CheckpointWriteError: the model could not be written.
         """
-        args, module, directory = self.args, self._unwrap_model(model), Path(output_dir)
+        args, module, directory = self.arguments, self._unwrap_model(model), Path(output_dir)
         source = module.config.name_or_path  # the folder or name that it was loaded from
         # OpenRLHF's value network is no causal language model, whatever the configuration of its source says.
         changed = {} if isinstance(model, Actor) else {"architectures": [type(module).__name__]}
@@ -319,6 +327,7 @@ class Strategy(DeepspeedStrategy):
                 super().save_model(model, tokenizer, str(temporary), **kwargs)
             else:
                 gather = partial(gathered, args, module)
+                assert args.actor.lora is not None
                 adapters.save(module, gather, temporary, args.actor.lora, source, self.is_rank_0())
                 torch_dist_barrier_and_cuda_sync()
         except (OSError, SafetensorError) as error:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from itertools import islice
 from operator import attrgetter
-from types import SimpleNamespace
 from typing import Any
 
 from openrlhf_gtpo.algorithms import ESTIMATORS
 from openrlhf_gtpo.errors import UsageError, one_line
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.checks.look import show_prompt
 from openrlhf_gtpo.training.checks.model import Model, special_texts, token_ids
 
@@ -18,13 +18,14 @@ PROMPTS = "--data.prompt_dataset"
 _COLUMNS = ("data.tools_key", "data.chat_template_kwargs_key")  # flags of columns that a row may lack
 
 
-def check_data(args: SimpleNamespace, model: Model) -> None:
+def check_data(args: Arguments, model: Model) -> None:
     """Refuse rows of the run's local data sets from which it would learn something else, or that end it later on. Of
     a model that reads images, only the first row is looked at, and only for what ends the run."""
     from openrlhf_gtpo.training.checks.prompts import check_label
 
     strict, tokenizer = args.algo.advantage.estimator in ESTIMATORS, None if model.reads_images else model.tokenizer
     fits = partial(check_label, args=args)
+    assert args.data.prompt_dataset is not None  # see check_settings
     check_dataset(args, tokenizer, args.data.prompt_dataset, args.data.prompt_split, PROMPTS, strict, fits)
     if args.eval.dataset:
         check_dataset(args, tokenizer, args.eval.dataset, args.eval.split, "--eval.dataset", strict, fits, needs=())
@@ -34,7 +35,7 @@ def check_data(args: SimpleNamespace, model: Model) -> None:
 
 
 def check_dataset(
-    args: SimpleNamespace,
+    args: Arguments,
     tokenizer: Any,
     names: str,
     split: str,
@@ -69,7 +70,7 @@ def check_dataset(
             print(f"{flag} {name}: no row has a column {key!r} (--{column}).", file=sys.stderr)
 
 
-def table_rows(args: SimpleNamespace, names: str, split: str, flag: str) -> int | None:
+def table_rows(args: Arguments, names: str, split: str, flag: str) -> int | None:
     """Total rows of the local data sets that ``flag`` names; None if one of them is on the hub.
 
     Raises:
@@ -80,7 +81,7 @@ def table_rows(args: SimpleNamespace, names: str, split: str, flag: str) -> int 
 
 
 def _tables(
-    args: SimpleNamespace, names: str, split: str, flag: str
+    args: Arguments, names: str, split: str, flag: str
 ) -> Iterator[tuple[str, Iterator[dict[str, Any]] | None]]:
     """Each data set that ``flag`` names, and its rows, or None for a hub name, which the run loads."""
     from openrlhf_gtpo.training.checks.prompts import is_local, rows_of
@@ -90,7 +91,7 @@ def _tables(
 
 
 def _check_rows(
-    args: SimpleNamespace,
+    args: Arguments,
     tokenizer: Any,
     rows: Iterator[dict[str, Any]],
     where: str,

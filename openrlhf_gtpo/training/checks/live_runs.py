@@ -9,10 +9,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TextIO
 
 from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.training.arguments import Arguments
 
 _PATIENCE = 60.0  # seconds for a run that is ending, such as that of a job before it was requeued
 _TOUCH = 5.0  # seconds between two touches of a lock by its holder
@@ -20,7 +20,7 @@ _SILENCE = 20.0  # seconds without one, after which a holder on another host cou
 
 
 @contextmanager
-def alone(args: SimpleNamespace, patience: float = _PATIENCE, silence: float = _SILENCE) -> Iterator[Sequence[int]]:
+def alone(args: Arguments, patience: float = _PATIENCE, silence: float = _SILENCE) -> Iterator[Sequence[int]]:
     """Lock the run's ``--ckpt.path``, ``--ckpt.output_dir`` and ``--logger.metrics_path`` until the end of the block.
 
     The kernel releases a lock (flock(2)) when the last process that has it ends, however it ends. NFS has other hosts
@@ -75,7 +75,7 @@ def alone(args: SimpleNamespace, patience: float = _PATIENCE, silence: float = _
             file.close()
 
 
-def _lock_files(args: SimpleNamespace) -> dict[Path, str]:
+def _lock_files(args: Arguments) -> dict[Path, str]:
     """The file that is locked for each flag's folder or file, in a folder that exists now, to the flag."""
     paths: dict[Path, str] = {}
     model = Path(args.ckpt.output_dir).absolute()

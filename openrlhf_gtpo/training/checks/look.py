@@ -2,10 +2,11 @@
 in a tokenizer or a chat template."""
 
 from collections.abc import Iterator, Mapping
-from types import SimpleNamespace
 from typing import Any
 
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.checks.model import token_ids
+from openrlhf_gtpo.training.settings.frozen import changed
 from openrlhf_gtpo.training.settings.prompts import template_variables
 
 _SHOWN = 8  # token ids from either end
@@ -16,7 +17,7 @@ _ANSWER = {"role": "assistant", "content": "An answer."}
 _QUESTION = {"role": "user", "content": "Another question."}
 
 
-def show_prompt(row: Mapping[str, Any], args: SimpleNamespace, tokenizer: Any) -> str:
+def show_prompt(row: Mapping[str, Any], args: Arguments, tokenizer: Any) -> str:
     """The prompt of ``row`` as text, its first and last token ids, and what to know of it, a line for each."""
     from openrlhf_gtpo.training.checks.prompts import prompt_and_label
 
@@ -29,9 +30,7 @@ def show_prompt(row: Mapping[str, Any], args: SimpleNamespace, tokenizer: Any) -
     return "\n".join([*lines, *(f"Note: {note}" for note in _notes(row, args, tokenizer, prompt, ids))])
 
 
-def _notes(
-    row: Mapping[str, Any], args: SimpleNamespace, tokenizer: Any, prompt: str, ids: list[int]
-) -> Iterator[str]:
+def _notes(row: Mapping[str, Any], args: Arguments, tokenizer: Any, prompt: str, ids: list[int]) -> Iterator[str]:
     from openrlhf_gtpo.training.checks.prompts import prompt_and_label
 
     bos, data = getattr(tokenizer, "bos_token_id", None), args.data
@@ -49,10 +48,8 @@ def _notes(
         given = row[data.input_key]
         messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
         kwargs = template_variables(data.chat_template_kwargs) | variables
-        changed = SimpleNamespace(**{**vars(data), "chat_template_kwargs": kwargs})
-        return prompt_and_label(
-            {**row, data.input_key: messages + (more or [])}, SimpleNamespace(data=changed), tokenizer
-        )[0]
+        varied = changed(args, {"data.chat_template_kwargs": kwargs})
+        return prompt_and_label({**row, data.input_key: messages + (more or [])}, varied, tokenizer)[0]
 
     # A variable of this name replaces the function that Transformers gives templates.
     if made(strftime_now=lambda form: "another day") != prompt:

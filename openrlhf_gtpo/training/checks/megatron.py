@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from openrlhf_gtpo import platform
@@ -12,6 +11,7 @@ from openrlhf_gtpo.checkpoints.folder import check_checkpoint, newest_whole
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.megatron.fp8.options import check_fp8
 from openrlhf_gtpo.megatron.parallel.layout import Layout, WorldSizeError, check_layout
+from openrlhf_gtpo.training.arguments import Actor, Arguments, Ref
 from openrlhf_gtpo.training.checks.model import Model
 from openrlhf_gtpo.training.checks.settings import Rule, refuse
 from openrlhf_gtpo.training.settings.megatron_flags import fp8_of, layout_of, megatron_flag, refusals_name_flags
@@ -20,7 +20,7 @@ from openrlhf_gtpo.training.settings.megatron_overrides import parse_overrides
 _BACKEND = "--actor.backend megatron"
 
 
-def check_megatron(args: SimpleNamespace, model: Model) -> None:
+def check_megatron(args: Arguments, model: Model) -> None:
     """Refuse what the Megatron actor cannot do; do nothing with another backend.
 
     Raises:
@@ -49,7 +49,7 @@ def check_megatron(args: SimpleNamespace, model: Model) -> None:
         _check_checkpoint(args, model.config)
 
 
-def _settings(args: SimpleNamespace, layout: Layout) -> Iterator[Rule]:
+def _settings(args: Arguments, layout: Layout) -> Iterator[Rule]:
     megatron, in_fp8 = args.megatron, args.megatron.fp8 is not None
     yield (
         args.critic.model_name_or_path,
@@ -86,7 +86,7 @@ def _settings(args: SimpleNamespace, layout: Layout) -> Iterator[Rule]:
     )
 
 
-def _check_world_size(config: Any, layout: Layout, section: SimpleNamespace, name: str) -> None:
+def _check_world_size(config: Any, layout: Layout, section: Actor | Ref, name: str) -> None:
     """Refuse a layout that the model or the processes of one group do not allow."""
     try:
         check_layout(config, layout, section.num_nodes * section.num_gpus_per_node)
@@ -97,7 +97,7 @@ def _check_world_size(config: Any, layout: Layout, section: SimpleNamespace, nam
         ) from error
 
 
-def _check_checkpoint(args: SimpleNamespace, config: Any) -> None:
+def _check_checkpoint(args: Arguments, config: Any) -> None:
     """Refuse to go on from a checkpoint of another model, or one that is not whole."""
     folder, tag = Path(args.ckpt.path) / "_actor", args.ckpt.load_tag
     try:

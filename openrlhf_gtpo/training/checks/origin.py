@@ -6,10 +6,10 @@ with what it does, and what cannot be is refused, of settings before anything st
 
 import json
 from collections.abc import Iterator, Mapping
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.settings.flags import DERIVED
 
 ORIGIN = "origin"  # in a checkpoint, and its manifest
@@ -46,7 +46,7 @@ class Origin:
         prompts, held_out: data sets of ``Prompts``; None for none, or none yet.
     """
 
-    def __init__(self, args: SimpleNamespace, prompts: Any = None, held_out: Any = None) -> None:
+    def __init__(self, args: Arguments, prompts: Any = None, held_out: Any = None) -> None:
         self._args = args
         self._settings = _settings(args)
         self._data = {name: rows for name, rows in ((_PROMPTS, prompts), (_HELD_OUT, held_out)) if rows is not None}
@@ -108,7 +108,7 @@ class Origin:
                 yield f"{counts}, not the same: the next episode draws them, and learning rates have another schedule."
 
 
-def _settings(args: SimpleNamespace) -> dict[str, Any]:
+def _settings(args: Arguments) -> dict[str, Any]:
     """The values of all flags but those that say where a run writes, by name, as JSON gives them back."""
     found = {}
     sections = [("", args)]

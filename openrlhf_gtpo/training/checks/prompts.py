@@ -16,6 +16,7 @@ from openrlhf.datasets import PromptDataset, prompts_dataset, utils
 from openrlhf_gtpo.errors import UsageError, one_line
 from openrlhf_gtpo.platform.json_values import to_json
 from openrlhf_gtpo.platform.tables import csv_rows, json_rows
+from openrlhf_gtpo.training.arguments import Arguments, Data
 from openrlhf_gtpo.training.settings.prompts import template_variables
 
 TABLES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
@@ -40,7 +41,7 @@ class Prompts(PromptDataset):
 
     def __init__(self, dataset: Any, tokenizer: Any, strategy: Any, input_template: str | None = None) -> None:
         self.variables: dict[str, dict[str, Any]] = {}
-        own, args = strategy.args.data.chat_template_kwargs_key, strategy.args
+        own, args = strategy.arguments.data.chat_template_kwargs_key, strategy.arguments
 
         def made(row: Mapping[str, Any], *_: Any) -> tuple[str, Any]:
             prompt, label = prompt_and_label(row, args, tokenizer)
@@ -55,7 +56,7 @@ class Prompts(PromptDataset):
             raise UsageError(f"The prompt of row {len(self.prompts) + 1} cannot be made: {error}.") from error
         finally:
             prompts_dataset.preprocess_data = _preprocess
-        data = strategy.args.data
+        data = strategy.arguments.data
         keys = (data.input_key, data.label_key, self.image_key, data.tools_key, data.chat_template_kwargs_key)
         self._rows = [_digest([row.get(key) for key in keys]) for row in dataset]
 
@@ -64,7 +65,7 @@ class Prompts(PromptDataset):
         on the Hub."""
         for row, label in enumerate(self.labels, start=1):
             try:
-                check_label(label, self.strategy.args)
+                check_label(label, self.strategy.arguments)
             except UsageError as error:
                 raise UsageError(f"The label of row {row} {error}") from error
 
@@ -83,7 +84,7 @@ def _digest(values: Sequence[Any]) -> bytes:
     return digest.digest()
 
 
-def prompt_and_label(row: Mapping[str, Any], args: SimpleNamespace, tokenizer: Any) -> tuple[str, Any]:
+def prompt_and_label(row: Mapping[str, Any], args: Arguments, tokenizer: Any) -> tuple[str, Any]:
     """A row's prompt, as the model reads it, and its label, both as upstream makes them, but ``<image>`` is text if
     the model is one of text. Upstream makes a list of parts of every content with these letters, which many templates
     print as Python does (openrlhf 0.11.2, datasets/prompts_dataset.py, preprocess_data). A chat template gets what
@@ -104,7 +105,7 @@ def prompt_and_label(row: Mapping[str, Any], args: SimpleNamespace, tokenizer: A
     template = partial(tokenizer.apply_chat_template, **variables_of(row, data))
     with_tools = partial(template, tools=tools) if tools else template
     prompt, label = _made({**row, data.input_key: messages}, args, tokenizer, with_tools)
-    if messages is not row[data.input_key] and data.system_prompt.strip() not in prompt:
+    if messages is not row[data.input_key] and (data.system_prompt or "").strip() not in prompt:
         raise UsageError("the chat template does not print the message of --data.system_prompt; leave it out")
     if tools and _made({**row, data.input_key: messages}, args, tokenizer, template)[0] == prompt:
         raise UsageError(
@@ -113,7 +114,7 @@ def prompt_and_label(row: Mapping[str, Any], args: SimpleNamespace, tokenizer: A
     return prompt, label
 
 
-def check_label(label: Any, args: SimpleNamespace) -> None:
+def check_label(label: Any, args: Arguments) -> None:
     """Raise UsageError, as a clause, for a label that does not fit where this run has to put it: into the JSON that a
     reward's server gets, or into a checkpoint, for rows and prompts that are trained on later."""
     rewards = [] if args.train.agent_func_path else args.reward.remote_url or []
@@ -128,7 +129,7 @@ def check_label(label: Any, args: SimpleNamespace) -> None:
             raise UsageError(f"does not fit into {what}, as {flag} needs ({error}); write it as text.") from error
 
 
-def variables_of(row: Mapping[str, Any], data: SimpleNamespace) -> dict[str, Any]:
+def variables_of(row: Mapping[str, Any], data: Data) -> dict[str, Any]:
     """The variables that the chat template gets for ``row``; raises UsageError, as a clause."""
     own = row.get(data.chat_template_kwargs_key) if data.chat_template_kwargs_key else None
     try:
@@ -150,7 +151,7 @@ def name_unread(names: Iterable[str], tokenizer: Any) -> None:
         print(f"The chat template does not read {', '.join(unread)}, which has no effect here.", file=sys.stderr)
 
 
-def _tools(row: Mapping[str, Any], data: SimpleNamespace) -> list[dict[str, Any]] | None:
+def _tools(row: Mapping[str, Any], data: Data) -> list[dict[str, Any]] | None:
     given = row.get(data.tools_key) if data.tools_key else None
     tools = given
     if isinstance(given, str):
@@ -174,7 +175,7 @@ def _without_null_keys(given: Any) -> Any:
     return [{"content": None} | message if "tool_calls" in message else message for message in messages]
 
 
-def _messages(row: Mapping[str, Any], data: SimpleNamespace) -> Any:
+def _messages(row: Mapping[str, Any], data: Data) -> Any:
     """What the row has as its prompt, after the run's system prompt unless it begins with its own."""
     given = row[data.input_key]
     messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
@@ -184,7 +185,7 @@ def _messages(row: Mapping[str, Any], data: SimpleNamespace) -> Any:
     return [{"role": "system", "content": data.system_prompt}, *messages]
 
 
-def _made(row: Mapping[str, Any], args: SimpleNamespace, tokenizer: Any, template: Any) -> tuple[str, Any]:
+def _made(row: Mapping[str, Any], args: Arguments, tokenizer: Any, template: Any) -> tuple[str, Any]:
     given = row[args.data.input_key]
     keys = args.data.input_template, args.data.input_key, args.data.label_key, template
     if hasattr(tokenizer, "image_processor"):
@@ -244,7 +245,7 @@ def blending_datasets(
     from datasets import Dataset, interleave_datasets
 
     tables = [
-        list(islice(rows_of(strategy.args, name.strip(), dataset_split), int(max_count)))
+        list(islice(rows_of(strategy.arguments, name.strip(), dataset_split), int(max_count)))
         for name in datasets.split(",")
     ]
     if probabilities is None:
@@ -264,7 +265,7 @@ def is_local(name: str) -> bool:
     return path.exists() or path.suffix in TABLES or path.is_absolute() or name.startswith(".")
 
 
-def rows_of(args: SimpleNamespace, name: str, split: str, flag: str = "data set") -> Iterator[dict[str, Any]]:
+def rows_of(args: Arguments, name: str, split: str, flag: str = "data set") -> Iterator[dict[str, Any]]:
     """Yield the rows of one data set, with the columns that prompts are made from: JSON values and CSV cells as they
     stand there, from Parquet and Arrow what each file's own types say.
 
@@ -290,7 +291,7 @@ def rows_of(args: SimpleNamespace, name: str, split: str, flag: str = "data set"
                     raise UsageError(
                         f"{folder}: row {number} has no column {key!r} (--data.{key_flag}); it has {columns}."
                     )
-            yield {key: row[key] for key in wanted if key in row}
+            yield {key: row[key] for key in wanted if key is not None and key in row}
         if not number:
             raise UsageError(f"{folder} has no rows.")
     except UsageError as error:
@@ -303,7 +304,7 @@ def rows_of(args: SimpleNamespace, name: str, split: str, flag: str = "data set"
 
 
 def _rows(
-    args: SimpleNamespace, name: str, split: str, flag: str, wanted: Sequence[str | None]
+    args: Arguments, name: str, split: str, flag: str, wanted: Sequence[str | None]
 ) -> Iterator[Mapping[str, Any]]:
     import datasets
 

@@ -3,7 +3,6 @@
 from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from openrlhf_gtpo.checkpoints.files import CheckpointError
@@ -19,21 +18,22 @@ from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.platform.files import check_output
 from openrlhf_gtpo.report.metrics import read_runs
 from openrlhf_gtpo.report.names import KIND_RUN
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.checks.origin import ORIGIN, Origin
 
 
-def checkpoint_folders(args: SimpleNamespace) -> list[Path]:
+def checkpoint_folders(args: Arguments) -> list[Path]:
     """The folder of the actor's checkpoints and, in a run with a critic, of those that are only useful with them."""
     roles = ("_actor", "_critic") if args.critic.model_name_or_path else ("_actor",)
     return [Path(args.ckpt.path, role) for role in roles]
 
 
-def resumes(args: SimpleNamespace) -> bool:
+def resumes(args: Arguments) -> bool:
     """True if the command line has the run go on from a checkpoint."""
     return bool(args.ckpt.load_enable) and newest_whole(*checkpoint_folders(args)) is not None
 
 
-def way_on(args: SimpleNamespace) -> str:
+def way_on(args: Arguments) -> str:
     """What a run that ended early can be gone on from, as the end of a sentence."""
     newest = None
     if not args.ckpt.disable_ds:
@@ -47,7 +47,7 @@ def way_on(args: SimpleNamespace) -> str:
     return f"the same command with --ckpt.load_enable goes on from {newest}"
 
 
-def check_earlier_runs(args: SimpleNamespace) -> None:
+def check_earlier_runs(args: Arguments) -> None:
     """Refuse to replace what an earlier run has left, and to go on from what cannot be loaded.
 
     Raises:
@@ -58,7 +58,7 @@ def check_earlier_runs(args: SimpleNamespace) -> None:
     check_results(args)
 
 
-def check_checkpoints(args: SimpleNamespace) -> None:
+def check_checkpoints(args: Arguments) -> None:
     """Refuse to start anew in a folder with checkpoints or models that the new run's would replace, and to go on from
     checkpoints that cannot be loaded.
 
@@ -113,7 +113,7 @@ def check_checkpoints(args: SimpleNamespace) -> None:
             )
 
 
-def check_results(args: SimpleNamespace) -> None:
+def check_results(args: Arguments) -> None:
     """Refuse to write the trained model over another one.
 
     Raises:
@@ -137,7 +137,7 @@ def check_results(args: SimpleNamespace) -> None:
         )
 
 
-def check_metrics_file(args: SimpleNamespace) -> None:
+def check_metrics_file(args: Arguments) -> None:
     """Refuse to add to the metrics of a run that this one does not continue, or to a file of another kind; and to go
     on with another estimator or seed from the run's checkpoint.
 

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec, module_from_spec, spec_from_loader
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from openrlhf_gtpo.errors import UsageError, one_line
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.host import connect
 
 
-def check_reward(args: SimpleNamespace) -> Any:
+def check_reward(args: Arguments) -> Any:
     """Refuse an agent, reward function or server that cannot be used, of which the run would hear once it has
     sampled. Returns the agent's ``AgentExecutor``; None without one."""
     urls = args.reward.remote_url

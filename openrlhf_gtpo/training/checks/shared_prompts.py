@@ -2,12 +2,12 @@
 
 import sys
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.platform import varlen_attention
 from openrlhf_gtpo.training import host
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.checks.model import Model
 
 # Attentions that OpenRLHF's flag chooses by default, or that stand in for them; another was asked for on purpose.
@@ -20,8 +20,8 @@ _DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_no
 _NAME = "shared_prompts"  # of the attention on DeepSpeed (actors/shared_prompts.py)
 
 
-def decide(args: SimpleNamespace, models: Sequence[Model]) -> None:
-    """Settle ``train.shares_prompts``, and on DeepSpeed the attention of all models; say which it is.
+def decide(args: Arguments, models: Sequence[Model]) -> dict[str, Any]:
+    """``train.shares_prompts``, and on DeepSpeed the attention of all models, by flag; say which it is.
 
     Args:
         models: of the run, the policy's first. On Megatron the others, which stay on DeepSpeed, do not share.
@@ -29,16 +29,17 @@ def decide(args: SimpleNamespace, models: Sequence[Model]) -> None:
     if args.actor.backend == "megatron":
         models = models[:1]
     why = next(_hindrances(args, models), None)
-    args.train.shares_prompts = why is None
     if why is None:
         print("A group's prompt is computed once for its responses (--train.shared_prompts).", file=sys.stderr)
     elif args.train.shared_prompts == "on":
         print(f"A group's prompt is computed with each response: {why}.", file=sys.stderr)
+    changes: dict[str, Any] = {"train.shares_prompts": why is None}
     if why is None and args.actor.backend == "deepspeed":
-        args.ds.attn_implementation, args.ds.packing_samples = _NAME, True
+        changes |= {"ds.attn_implementation": _NAME, "ds.packing_samples": True}
+    return changes
 
 
-def _hindrances(args: SimpleNamespace, models: Sequence[Model]) -> Iterator[str]:
+def _hindrances(args: Arguments, models: Sequence[Model]) -> Iterator[str]:
     """Why each response has its own prompt."""
     if args.train.shared_prompts == "off":
         yield "--train.shared_prompts off"
@@ -59,7 +60,7 @@ def _hindrances(args: SimpleNamespace, models: Sequence[Model]) -> Iterator[str]
             yield f"{model} brings code of its own"
 
 
-def _on_deepspeed(args: SimpleNamespace) -> Iterator[str]:
+def _on_deepspeed(args: Arguments) -> Iterator[str]:
     ds = args.ds
     if ds.attn_implementation not in _REPLACED:
         yield f"--ds.attn_implementation {ds.attn_implementation}"

@@ -1,13 +1,14 @@
 """The disk for checkpoints, and whether one fits on it. Must not import Ray, which the driver has not set up yet."""
 
+import math
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 from openrlhf_gtpo.checkpoints.folder import missing_operation
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.model_shape import ModelShape
 from openrlhf_gtpo.platform.files import existing_parent, free_bytes, gigabytes
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.checks.model import Model
 from openrlhf_gtpo.training.settings.run import steps_in_flight
 
@@ -18,15 +19,17 @@ _STATE_BYTES = 12
 _TOKEN_BYTES = 4 + 1 + 4 + 4 + 8
 
 
-def writes_checkpoints(args: SimpleNamespace) -> bool:
+def writes_checkpoints(args: Arguments) -> bool:
     """True if the run was told to save or load checkpoints, or is to keep the one that an evaluation finds best, as
     upstream does whatever ``--ckpt.save_steps`` says; a request to stop may make any run save one."""
     ckpt = args.ckpt
-    keeps_best = args.eval.dataset and args.eval.steps > 0 and ckpt.best_metric_key != "none"
-    return not ckpt.disable_ds and bool(ckpt.save_steps > 0 or ckpt.stop_file or ckpt.load_enable or keeps_best)
+    keeps_best = args.eval.dataset and math.isfinite(args.eval.steps) and ckpt.best_metric_key != "none"
+    return not ckpt.disable_ds and bool(
+        math.isfinite(ckpt.save_steps) or ckpt.stop_file or ckpt.load_enable or keeps_best
+    )
 
 
-def check_room(args: SimpleNamespace, model: Model) -> None:
+def check_room(args: Arguments, model: Model) -> None:
     """Refuse result folders that cannot be written to, a disk on which no checkpoint can be written, and one without
     room for the trained model or for even one checkpoint, if the model's size and the free space are known.
 
@@ -68,7 +71,7 @@ def checkpoint_bytes(parameters: int) -> int:
     return parameters * (_WEIGHT_BYTES + _STATE_BYTES)
 
 
-def ahead_bytes(args: SimpleNamespace, model: Model) -> int:
+def ahead_bytes(args: Arguments, model: Model) -> int:
     """Size in a checkpoint, in bytes, of the rows that were sampled and not trained on, all of ``--data.max_len``
     tokens; 0 if engines do not sample ahead."""
     if not args.train.async_enable:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from openrlhf_gtpo.algorithms import group_relative_penalty, length_penalty, length_rescaling
 from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.credit.entropy_credit import COMPARE_WITHIN_GROUPS, EntropyCredit
 from openrlhf_gtpo.training.credit.rollout_batch import RolloutBatch, in_sampling_order
 
@@ -24,7 +25,7 @@ def shape(
     credit: EntropyCredit,
     batch: RolloutBatch,
     experiences: Sequence[Experience],
-    args: SimpleNamespace,
+    args: Arguments,
     kl_coefficient: float,
 ) -> None:
     """Give ``experiences``, the micro-batches of ``batch``, the advantages of ``credit``, and what is logged."""
@@ -91,7 +92,7 @@ def shape_as_upstream(upstream: RemoteExperienceMaker, batch: RolloutBatch, expe
 
 
 def _length_penalty(
-    batch: RolloutBatch, experiences: Sequence[Experience], args: SimpleNamespace, won: Tensor
+    batch: RolloutBatch, experiences: Sequence[Experience], args: Arguments, won: Tensor
 ) -> Tensor | None:
     """(B,) sum that length penalties add to the outcomes, in sampling order (§4.5.1); logged rewards include it.
     float64: rows penalized down to the same reward must be equal again once it is added to their outcomes.
@@ -115,7 +116,7 @@ def _length_penalty(
     elif reward.overlong_buffer_len is not None:
         hard = args.rollout.max_new_tokens or args.data.max_len
         soft = hard - reward.overlong_buffer_len
-        rewards += factor * length_penalty(lengths, soft, hard, form)
+        rewards += factor * length_penalty(lengths, soft, hard, form)  # type: ignore[arg-type]  # the other two forms
     for experience, penalized in zip(experiences, batch.split(rewards, experiences), strict=True):
         experience.rewards = penalized.clone()
     if reward.stop_properly_penalty_coef is not None:

@@ -6,12 +6,12 @@ finds a difference within the gate.
 
 import dataclasses
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from openrlhf_gtpo.token_values import TokenValues
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.credit.entropy_credit import EntropyCredit, entropy_credit
 from openrlhf_gtpo.training.credit.rollout_batch import RolloutBatch
 from openrlhf_gtpo.training.feature import ControllerFeature
@@ -93,7 +93,7 @@ class AuditedFeature(ControllerFeature):
         source, every, gate: as for :class:`Audit`; without entropy credit there is nothing to audit.
     """
 
-    def __init__(self, args: SimpleNamespace, source: Source, every: int, gate: float | None) -> None:
+    def __init__(self, args: Arguments, source: Source, every: int, gate: float | None) -> None:
         super().__init__(args)
         self.credit = entropy_credit(args)
         self.audit = Audit(source, 0 if self.credit is None else every, gate)

@@ -2,7 +2,6 @@
 
 import dataclasses
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +9,7 @@ from torch import Tensor
 from openrlhf_gtpo.algorithms import ESTIMATORS, ErrorBudget, Estimator, error_budget
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.token_values import TokenValues
+from openrlhf_gtpo.training.arguments import Arguments
 
 # Upstream's estimators that learn only from differences between the rewards of a group.
 COMPARE_WITHIN_GROUPS = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
@@ -64,7 +64,7 @@ class EntropyCredit:
         )
 
 
-def entropy_credit(args: SimpleNamespace) -> EntropyCredit | None:
+def entropy_credit(args: Arguments) -> EntropyCredit | None:
     """The entropy-weighted estimator that ``args`` selects, or None if upstream's own estimators do the work.
 
     Raises:
@@ -81,6 +81,6 @@ def entropy_credit(args: SimpleNamespace) -> EntropyCredit | None:
         raise UsageError(f"--algo.{name}.*: {error}") from error
 
 
-def captures_entropy(args: SimpleNamespace) -> bool:
+def captures_entropy(args: Arguments) -> bool:
     """True if the old-policy forward of this run returns entropies."""
     return args.algo.advantage.estimator in ESTIMATORS or args.logger.entropy_enable

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +19,7 @@ from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.shared_prompts.balance import Prompt, cut_evenly
 from openrlhf_gtpo.token_values import TokenValues
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.credit import advantages
 from openrlhf_gtpo.training.credit.entropy_credit import captures_entropy, entropy_credit
 from openrlhf_gtpo.training.credit.old_policy import trains_on_old_log_probs
@@ -61,7 +61,7 @@ class ExperienceMaker:
         tokenizer: Any,
         features: Sequence[ControllerFeature] = (),
     ) -> None:
-        self.args: SimpleNamespace = strategy.args
+        self.args: Arguments = strategy.arguments
         self.models, self._kl_control, self._features = models, kl_control, features
         self._pad_token_id = tokenizer.pad_token_id
         self._upstream = RemoteExperienceMaker(None, None, None, None, kl_control, strategy, tokenizer)

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from openrlhf_gtpo.algorithms.config import Mean
 from openrlhf_gtpo.algorithms.losses import MAX_LOG_RATIO, Level, clipped_objective
 from openrlhf_gtpo.algorithms.surrogates import ClipConfig
 from openrlhf_gtpo.errors import TrainingStopped, UsageError
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.credit.entropy_credit import entropy_credit
 
 # What upstream's default of --algo.advantage.is_correction_threshold bounds a ratio by.
@@ -89,7 +89,7 @@ def micro_batch_loss(
     inputs: LossInputs,
     policy_loss: "CreditLoss | UpstreamLoss",
     features: Sequence[LossFeature],
-    args: SimpleNamespace,
+    args: Arguments,
     kl_coef: float,
 ) -> LossOutputs:
     """Policy loss + KL loss + router's loss - entropy bonus.
@@ -158,7 +158,7 @@ def poisoned(loss: Tensor) -> Tensor:
     return loss * torch.where(loss.isfinite(), 1.0, torch.nan).to(loss.dtype)
 
 
-def make_policy_loss(args: SimpleNamespace) -> "CreditLoss | UpstreamLoss":
+def make_policy_loss(args: Arguments) -> "CreditLoss | UpstreamLoss":
     """The policy loss of this run's estimator and surrogate.
 
     Raises:

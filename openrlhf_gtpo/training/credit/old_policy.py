@@ -5,10 +5,10 @@ A run that makes one optimizer step per rollout needs no old log-probs: the poli
 the training forward's own log-probs, detached, are exactly the old ones.
 """
 
-from types import SimpleNamespace
+from openrlhf_gtpo.training.arguments import Arguments
 
 
-def count_rows(args: SimpleNamespace) -> int:
+def count_rows(args: Arguments) -> int:
     """Number of rows in a rollout. Upstream asks the engines once for each, even if that draws fewer prompts than a
     rollout may have (openrlhf 0.11.2, trainer/ppo_utils/samples_generator.py, generate_samples)."""
     prompts = min(args.rollout.batch_size, args.rollout.vllm_generate_batch_size)
@@ -21,7 +21,7 @@ def count_steps(total: int, batch_size: int) -> int:
     return max(1, total // batch_size)
 
 
-def count_all_steps(args: SimpleNamespace, prompts: int) -> int:
+def count_all_steps(args: Arguments, prompts: int) -> int:
     """Number of optimizer steps in a run over ``prompts`` prompts, which learning rates are scheduled by. Upstream
     counts the batches in all episodes' rows (openrlhf 0.11.2, trainer/ppo_trainer.py, prepare_datasets), which is too
     few or too many if a rollout's rows are not a multiple of a batch."""
@@ -31,7 +31,7 @@ def count_all_steps(args: SimpleNamespace, prompts: int) -> int:
     return steps * args.train.max_epochs * args.train.num_episodes
 
 
-def trains_on_old_log_probs(args: SimpleNamespace, rows: int) -> bool:
+def trains_on_old_log_probs(args: Arguments, rows: int) -> bool:
     """True if a rollout of ``rows`` rows carries old log-probs from the actor's forward. With entropies from it they
     cost nothing; otherwise they are needed if several optimizer steps are compared with them, on these rows and others
     that join them: a feature's, or the rollouts of an actor that waits for its critic."""
@@ -41,7 +41,7 @@ def trains_on_old_log_probs(args: SimpleNamespace, rows: int) -> bool:
     return steps > 1 and args.rollout.log_probs == "actor"
 
 
-def always_forwards(args: SimpleNamespace, rows: int) -> bool:
+def always_forwards(args: Arguments, rows: int) -> bool:
     """True if the actor's forward runs for every rollout of ``rows`` rows, audited or not."""
     kl_reward = args.algo.kl.init_coef > 0 and not args.algo.kl.use_loss
     return kl_reward or trains_on_old_log_probs(args, rows)

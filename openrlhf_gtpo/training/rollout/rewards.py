@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -20,6 +19,7 @@ from openrlhf.utils.agent import SingleTurnAgentExecutor
 from openrlhf_gtpo.errors import TrainingStopped, one_line
 from openrlhf_gtpo.platform.patience import since
 from openrlhf_gtpo.report import names
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.checks.reward import import_file, takes_responses
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class Patience(NamedTuple):
     seconds: float = 0.0
 
     @classmethod
-    def of(cls, args: SimpleNamespace) -> "Patience":
+    def of(cls, args: Arguments) -> "Patience":
         """The patience that a run's arguments ask for."""
         return cls(TRIES if args.train.max_restarts else 1, args.train.stall_timeout)
 

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -19,6 +18,7 @@ from vllm import SamplingParams
 
 from openrlhf_gtpo.algorithms import success
 from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.credit.entropy_credit import entropy_credit
 from openrlhf_gtpo.training.rollout.groups import Groups, Parts
 from openrlhf_gtpo.training.rows import Dropped, Request, Rollout, Row
@@ -50,7 +50,7 @@ class Sampler:
 
     def __init__(
         self,
-        args: SimpleNamespace,
+        args: Arguments,
         prompts: Iterable[Any],
         held_out: Iterable[Any] | None,
         tokenizer: ray.ObjectRef,

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.megatron.fp8.options import MODES, RECIPES, Fp8Options
 from openrlhf_gtpo.megatron.parallel.layout import RECOMPUTE, SIZES, Layout, LayoutError, ModelError
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.settings.setting import Bounds, Group, Ignored, Need, Setting, Values
 
 _LAYOUT_HELP = {
@@ -30,7 +30,7 @@ LAYOUT = (
 )
 
 
-def fp8_of(args: SimpleNamespace) -> Fp8Options | None:
+def fp8_of(args: Arguments) -> Fp8Options | None:
     """The options that ``--megatron.fp8*`` asks for; None without it."""
     megatron = args.megatron
     if megatron.fp8 is None:
@@ -44,7 +44,7 @@ def fp8_of(args: SimpleNamespace) -> Fp8Options | None:
     )
 
 
-def layout_of(args: SimpleNamespace) -> Layout:
+def layout_of(args: Arguments) -> Layout:
     """The parallel sizes of ``--megatron.*``.
 
     Raises:

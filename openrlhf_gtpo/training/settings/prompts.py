@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.settings.setting import Group, Setting, needs_flag
 
 FILE = "prompts.json"  # in a folder of a trained model
@@ -92,7 +92,7 @@ AGENT = "train.agent_func_path"
 _KEPT = ("data.apply_chat_template", "data.input_template", *NONE, "rollout.temperature")
 
 
-def keep_prompts(folder: Path, args: SimpleNamespace) -> None:
+def keep_prompts(folder: Path, args: Arguments) -> None:
     """Write how a run with the arguments ``args`` makes and asks its prompts into the ``folder`` of its model."""
     kept = {flag: attrgetter(flag)(args) for flag in (*_KEPT, AGENT)}
     (folder / FILE).write_text(json.dumps(kept, ensure_ascii=False, indent=1) + "\n", "utf-8")

@@ -8,10 +8,10 @@ import os
 from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.settings import flags
 from openrlhf_gtpo.training.settings.setting import Bounds
 
@@ -42,23 +42,26 @@ _READ = (
 )
 
 
-def settle_paths(args: SimpleNamespace) -> None:
-    """Make relative paths absolute, of the folder in which the command was given: a process of Ray's may be in
+def absolute_paths(args: Arguments) -> dict[str, Any]:
+    """What makes relative paths absolute, of the folder in which the command was given: a process of Ray's may be in
     another, such as that of ``ray start``. What is read is only a path if it exists: names of the Hub and servers are
     none.
 
     Args:
         args: the run's arguments.
 
+    Returns:
+        The changes, by flag.
+
     Raises:
         UsageError: what the run writes would be in Ray's copy of a job's working folder, which Ray removes.
     """
     own = {setting.flag: setting.metavar for setting in flags.all_settings()}
+    changes: dict[str, Any] = {}
     written = [*_WRITTEN, *(flag for flag in own if own[flag] == "FILE")]
     for flag in (*written, *(flag for flag in own if own[flag] == "DIR")):
-        section, name = _place(args, flag)
-        if value := getattr(section, name):
-            setattr(section, name, path := str(Path(value).absolute()))
+        if value := attrgetter(flag)(args):
+            changes[flag] = path = str(Path(value).absolute())
             # ray 2.55.0, _private/runtime_env/working_dir.py
             if flag in written and "working_dir_files" in Path(path).parts:
                 raise UsageError(
@@ -66,23 +69,18 @@ def settle_paths(args: SimpleNamespace) -> None:
                     "give an absolute path to a folder that stays."
                 )
     for flag in (*_READ, *(flag for flag in own if flag.endswith(".model_name_or_path"))):
-        section, name = _place(args, flag)
-        value = getattr(section, name)
-        if isinstance(value, list):
-            setattr(section, name, list(map(_settled, value)))
+        value = attrgetter(flag)(args)
+        if isinstance(value, list | tuple):
+            changes[flag] = tuple(map(_absolute, value))
         elif value:
-            setattr(section, name, ",".join(map(_settled, value.split(","))))
-    args.vllm.others = tuple(
-        group._replace(model_name_or_path=_settled(group.model_name_or_path)) for group in args.vllm.others
+            changes[flag] = ",".join(map(_absolute, value.split(",")))
+    changes["vllm.others"] = tuple(
+        group._replace(model_name_or_path=_absolute(group.model_name_or_path)) for group in args.vllm.others
     )
+    return changes
 
 
-def _place(args: SimpleNamespace, flag: str) -> tuple[SimpleNamespace, str]:
-    section, _, name = flag.rpartition(".")
-    return attrgetter(section)(args), name
-
-
-def _settled(name: str) -> str:
+def _absolute(name: str) -> str:
     """One of several names; a data set's may have ``@`` and a folder within it."""
     path, at, folder = name.strip().partition("@")
     return f"{Path(path).absolute()}{at}{folder}" if path and os.path.exists(path) else name

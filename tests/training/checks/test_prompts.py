@@ -24,6 +24,7 @@ from openrlhf_gtpo.training.checks.model import Model
 from openrlhf_gtpo.training.checks.prompts import Prompts, Rows, blending_datasets
 from openrlhf_gtpo.training.rollout.rewards import Patience, StrictRewardExecutor
 from openrlhf_gtpo.training.run import check, parse
+from openrlhf_gtpo.training.settings.frozen import changed
 from tests.support.command_lines import argv_of, table
 
 pytestmark = pytest.mark.usefixtures("no_engine")
@@ -46,7 +47,7 @@ def loaded(command: dict[str, Any], **flags: Any) -> Prompts:
     """The prompts of a command line that passes the checks, as the controller loads them."""
     args = parse(argv_of(command | {f"--data.{name}": value for name, value in flags.items()}))
     check(args)
-    strategy = SimpleNamespace(args=args, print=print, is_rank_0=lambda: False)
+    strategy = SimpleNamespace(args=args, arguments=args, print=print, is_rank_0=lambda: False)
     data = args.data
     rows = blending_datasets(
         data.prompt_dataset, data.prompt_probs, strategy, max_count=data.max_samples, dataset_split=data.prompt_split
@@ -160,8 +161,9 @@ def test_labels_that_a_checkpoint_lacks_are_refused_where_it_keeps_them(
     """Those that JSON lacks are kept. The rows of a data set on the Hub are looked at once the run has loaded them."""
     path = table(tmp_path / "rows.jsonl", [{"question": "q", "answer": "a"}] * 2)
     args = parse(argv_of(command | {"--data.prompt_dataset": path}))
-    args.train.partial_rollout_enable = flag == "--train.partial_rollout_enable"
-    args.rollout.joined_by = None if args.train.partial_rollout_enable else flag
+    in_flight = flag == "--train.partial_rollout_enable"
+    kept = {"train.partial_rollout_enable": in_flight, "rollout.joined_by": None if in_flight else flag}
+    plain, args = args, changed(args, kept)
     policy = Model(args.actor.model_name_or_path, "--actor.model_name_or_path")
     labels: list[Any] = [{1: {"a", b"\xff"}}, datetime(2024, 1, 1)]
 
@@ -169,7 +171,7 @@ def test_labels_that_a_checkpoint_lacks_are_refused_where_it_keeps_them(
         return Rows({"question": "q", "answer": label} for label in labels)
 
     monkeypatch.setattr("openrlhf_gtpo.training.checks.prompts.rows_of", lambda *given: iter(rows()))
-    strategy = SimpleNamespace(args=args, print=print, is_rank_0=lambda: False)
+    strategy = SimpleNamespace(args=args, arguments=args, print=print, is_rank_0=lambda: False)
     said = f"abel of row 2 does not fit into a checkpoint, as {flag} needs .Object of type .*Text is not serializable"
     for fits in (True, False):
         for check_labels in (
@@ -179,8 +181,7 @@ def test_labels_that_a_checkpoint_lacks_are_refused_where_it_keeps_them(
             with nullcontext() if fits else pytest.raises(UsageError, match=said):
                 check_labels()
         labels[1] = Text("a")
-    args.train.partial_rollout_enable, args.rollout.joined_by = False, None
-    check_data(args, policy)
+    check_data(plain, policy)
 
 
 def test_data_are_known_by_their_rows(command: dict[str, Any], tmp_path: Path) -> None:

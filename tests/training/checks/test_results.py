@@ -19,6 +19,7 @@ from openrlhf_gtpo.training.checks.results import (
     resumes,
 )
 from openrlhf_gtpo.training.run import parse
+from openrlhf_gtpo.training.settings.frozen import changed
 from tests.support.command_lines import argv_of
 
 pytestmark = pytest.mark.usefixtures("no_engine")
@@ -196,10 +197,9 @@ def test_rows_that_were_sampled_with_other_settings_are_not_gone_on_from(
         own = {} if ahead is None else {ORIGIN: Origin(args).state(0, ahead)}
         make_checkpoint(tmp_path, f"global_step{step}", world_size=None, **own)
         check_checkpoints(args)
-        args.rollout.n_samples_per_prompt += 1
+        other = changed(args, {"rollout.n_samples_per_prompt": args.rollout.n_samples_per_prompt + 1})
         wrong = (
             r"n_samples_per_prompt is (\d+), and was \d+: .*, and the checkpoint has 4 prompts that were sampled ahead"
         )
         with pytest.raises(UsageError, match=wrong) if ahead else nullcontext():
-            check_checkpoints(args)
-        args.rollout.n_samples_per_prompt -= 1
+            check_checkpoints(other)

@@ -7,18 +7,20 @@ import pytest
 
 from openrlhf_gtpo.training.actors import shared_prompts as on_deepspeed
 from openrlhf_gtpo.training.actors.policy_model import PLAIN_HEADS
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.checks import shared_prompts
+from openrlhf_gtpo.training.settings.frozen import changed, freeze
 from tests.support.rollouts import arguments
 
 MEGATRON = ("--actor.backend", "megatron")
 
 
-def decided(*argv: str, **config: Any) -> SimpleNamespace:
+def decided(*argv: str, **config: Any) -> Arguments:
     """The arguments after the decision, for models of a ``config``."""
-    args = arguments("--algo.advantage.estimator", "gtpo", *argv)
+    args = freeze(arguments("--algo.advantage.estimator", "gtpo", *argv))
     given: dict[str, Any] = {"model_type": "llama", "attention_dropout": 0.0} | config
-    shared_prompts.decide(args, [SimpleNamespace(config=SimpleNamespace(**given))])  # type: ignore[list-item]
-    return args
+    models: Any = [SimpleNamespace(config=SimpleNamespace(**given))]
+    return changed(args, shared_prompts.decide(args, models))
 
 
 def test_the_names_are_the_same_everywhere() -> None:

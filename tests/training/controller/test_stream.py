@@ -348,9 +348,9 @@ def test_the_next_episode_is_drawn_if_the_rest_of_one_is_filtered(
 @pytest.mark.parametrize("failures", [4, 5])
 def test_a_tenth_of_what_is_in_flight_may_fail(failures: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of all that engines were asked for, not of the next step's prompts: 40, and not 10."""
-    run = Run(monkeypatch, tmp_path, 64, "--train.max_staleness", "5", "--train.max_restarts", "1")
+    sizes = ("--rollout.batch_size", "10", "--rollout.vllm_generate_batch_size", "10")
+    run = Run(monkeypatch, tmp_path, 64, "--train.max_staleness", "5", "--train.max_restarts", "1", *sizes)
     control, call, failed = run.controller, Answer.__call__, set()
-    control.args.rollout.batch_size = control.args.rollout.vllm_generate_batch_size = 10
 
     def answer(self: Answer) -> Any:
         if self.request.number >= failures:

@@ -21,6 +21,7 @@ from openrlhf_gtpo.training.features.routing_replay.rank import Distance, Routin
 from openrlhf_gtpo.training.rollout.answers import columns, values_of
 from openrlhf_gtpo.training.rollout.packed import pack, unpack
 from openrlhf_gtpo.training.rows import Row
+from openrlhf_gtpo.training.settings.frozen import changed
 from tests.support.command_lines import argv_of
 from tests.training.checks.conftest import command, model  # noqa: F401  # fixtures
 
@@ -173,11 +174,24 @@ def test_mixtures_have_it_by_default(experts: int, command: dict[str, Any]) -> N
     checkpoint = Model("model", "--actor.model_name_or_path")
     vars(checkpoint)["config"] = config
     args = run.parse(argv_of({**command, **MEGATRON}))
-    RoutingReplay(args).check(checkpoint)
+    args = changed(args, RoutingReplay(args).settle_by(checkpoint))
     assert RoutingReplay(args).is_on() == bool(experts)
     # vLLM's plain ones are of temperature 1, and `routing/*` compares them with the trainer's, of the run's.
     assert RoutingReplay(args).engine_args()["logprobs_mode"] == "processed_logprobs"
-    args.rollout.routing_replay = "on"
     if not experts:
         with pytest.raises(UsageError, match="the model has no experts"):
-            RoutingReplay(args).check(checkpoint)
+            RoutingReplay(changed(args, {"rollout.routing_replay": "on"})).settle_by(checkpoint)
+
+
+def test_a_dense_checkpoint_is_known_without_the_checks(
+    command: dict[str, Any], monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:
+    """A supervised run's process leaves these to its supervisor."""
+    begun: list[Any] = []
+    monkeypatch.setattr(run.stop, "prepare", lambda args: None)
+    monkeypatch.setattr(run.host, "start_ray", lambda *given: None)
+    monkeypatch.setattr(run.patch, "apply", lambda args, features: begun.extend(features))
+    monkeypatch.setattr(run, "run", lambda args: begun.append(args))
+    run.train(run.parse(argv_of({**command, **MEGATRON})))
+    *features, args = begun
+    assert RoutingReplay not in map(type, features) and not args.rollout.replays_routes

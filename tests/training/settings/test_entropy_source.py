@@ -8,6 +8,7 @@ import pytest
 
 from openrlhf_gtpo.training.features.sampler_entropy import source
 from openrlhf_gtpo.training.features.sampler_entropy.source import choose_entropy
+from openrlhf_gtpo.training.settings.frozen import freeze
 from tests.support.rollouts import arguments
 
 SAMPLER = {"--rollout.entropy": "sampler"}
@@ -24,9 +25,7 @@ CORRECTION = ("--algo.advantage.is_correction_level", "token")
 
 
 def choose(*argv: str) -> str:
-    args = arguments(*ONE, "--train.batch_size", "16", *argv)
-    choose_entropy(args)
-    return args.rollout.entropy
+    return choose_entropy(freeze(arguments(*ONE, "--train.batch_size", "16", *argv)))
 
 
 @pytest.mark.parametrize(

@@ -9,18 +9,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import mypy.api
 import pytest
 import torch
 
 from openrlhf_gtpo.algorithms import ESTIMATORS, SURROGATES, GTPOConfig
 from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.training import arguments as arguments_module
 from openrlhf_gtpo.training.credit.entropy_credit import entropy_credit
 from openrlhf_gtpo.training.credit.experiences import ExperienceMaker
 from openrlhf_gtpo.training.credit.loss import CreditLoss, make_policy_loss
 from openrlhf_gtpo.training.settings import flags, page, upstream_parser, values
 from openrlhf_gtpo.training.settings.algorithms import AGGREGATION
+from openrlhf_gtpo.training.settings.frozen import changed, freeze
 from openrlhf_gtpo.training.settings.presets import PRESETS
-from tests.support import command_lines
+from tests.support import argument_types, command_lines
 from tests.support.command_lines import BASE
 from tests.support.rollouts import Rollout, arguments, in_sampling_order, make, maker
 
@@ -453,9 +456,8 @@ def test_relative_paths_are_of_the_folder_of_the_command(tmp_path: Path, monkeyp
     """Whatever is written, and whatever is there to be read; names of the Hub and servers are left alone."""
 
     def settled(*argv: str) -> dict[str, Any]:
-        args = upstream_parser.parse([*GROUP, *argv])
-        values.settle_paths(args)
-        return command_lines.flatten(args)
+        args = freeze(upstream_parser.parse([*GROUP, *argv]))
+        return command_lines.flatten(changed(args, values.absolute_paths(args)))
 
     for name in ("model", "rows.jsonl", "reward.py", "data"):
         (tmp_path / name).mkdir()
@@ -478,7 +480,7 @@ def test_relative_paths_are_of_the_folder_of_the_command(tmp_path: Path, monkeyp
     assert found["actor.model_name_or_path"] == found["algo.guide.model_name_or_path"] == f"{here}/model"
     assert [group.model_name_or_path for group in found["vllm.others"]] == [f"{here}/model"]
     assert found["data.prompt_dataset"] == f"{here}/rows.jsonl,org/name,{here}/data@train"
-    assert (found["eval.dataset"], found["reward.remote_url"]) == ("x/y", [f"{here}/reward.py"])
+    assert (found["eval.dataset"], found["reward.remote_url"]) == ("x/y", (f"{here}/reward.py",))
     assert settled("--train.replay_rollouts", "dumps")["train.replay_rollouts"] == f"{here}/dumps"
     copy = tmp_path / "session_1" / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
     copy.mkdir(parents=True)
@@ -490,11 +492,29 @@ def test_relative_paths_are_of_the_folder_of_the_command(tmp_path: Path, monkeyp
 
 
 def test_the_flags_are_those_that_people_have_in_their_scripts() -> None:
-    """To change them, set WRITE_FLAGS=1 in the environment of this test, and read the difference."""
-    file = Path(__file__).with_name("flags.txt")
-    if os.environ.get("WRITE_FLAGS"):
-        file.write_text(listed())
-    assert listed() == file.read_text()
+    """To change them, set WRITE_FLAGS=1 in the environment of this test, and read the difference; the types of a run's
+    arguments are made of them, too."""
+    parser = command_lines.parser(extended=True)
+    types = argument_types.source(command_lines.value_flags(parser), flags.DERIVED)
+    files = {Path(__file__).with_name("flags.txt"): listed(), Path(arguments_module.__file__): types}
+    for file, text in files.items():
+        if os.environ.get("WRITE_FLAGS"):
+            file.write_text(text)
+        assert text == file.read_text()
+
+
+def test_a_misspelt_flag_is_an_error_of_types(tmp_path: Path) -> None:
+    """So is an assignment; nothing that mypy has to follow is imported."""
+    source = tmp_path / "source.py"
+    source.write_text(
+        f"from {arguments_module.__name__} import Arguments\n\n\ndef use(args: Arguments) -> float:\n"
+        "    args.train.seed = 1\n    return args.rollout.temprature + args.rollout.temperature\n"
+    )
+    options = ["--follow-imports=skip", "--config-file=", f"--cache-dir={tmp_path}", "--no-error-summary"]
+    printed, _, _ = mypy.api.run([*options, str(source), arguments_module.__file__])
+    errors = [line.partition(" error: ")[2] for line in printed.splitlines() if ": error: " in line]
+    assert len(errors) == 2 and errors[0].startswith('Property "seed" defined in "Train" is read-only')
+    assert errors[1].startswith('"Rollout" has no attribute "temprature"; maybe "temperature"?')
 
 
 def test_the_page_of_flags_is_made_of_their_declarations() -> None:

@@ -18,6 +18,7 @@ from openrlhf_gtpo.training import host
 from openrlhf_gtpo.training.host import Gpus, adapt, adapt_kernels, check_gpus, check_ray, gpus_of, start_ray
 from openrlhf_gtpo.training.run import parse
 from openrlhf_gtpo.training.settings import upstream_parser
+from openrlhf_gtpo.training.settings.frozen import changed, freeze
 from tests.support.command_lines import BASE
 
 SIZES = (
@@ -73,9 +74,9 @@ def test_an_agents_run_has_no_reward_model() -> None:
 )
 def test_a_laptop_starts_no_gpu_nodes_worth_of_processes(argv: str, sizes: tuple, monkeypatch, capsys) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    args = upstream_parser.parse(f"{GROUP} {argv}".split())
+    args = freeze(upstream_parser.parse(f"{GROUP} {argv}".split()))
     before = gpus_of(args)
-    adapt(args)
+    args = changed(args, adapt(args))
     assert gpus_of(args) == sizes
     assert args.ref.num_gpus_per_node in (2, args.actor.num_gpus_per_node)  # upstream compares groups that share
     said = capsys.readouterr().err
@@ -115,14 +116,12 @@ def test_a_gpu_does_without_compiled_kernels(
     argv: str, attention: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Where they are installed, and for any other attention that was asked for, nothing changes."""
-    args, same = (upstream_parser.parse(f"{GROUP} {argv}".split()) for _ in range(2))
-    before = same.ds.attn_implementation
+    args = freeze(upstream_parser.parse(f"{GROUP} {argv}".split()))
     capsys.readouterr()
     monkeypatch.setattr(host, "is_installed", lambda package: True)
-    adapt_kernels(same)
-    assert same.ds.attn_implementation == before and not capsys.readouterr().err
+    assert not adapt_kernels(args) and not capsys.readouterr().err
     monkeypatch.setattr(host, "is_installed", lambda package: False)
-    adapt_kernels(args)
+    args = changed(args, adapt_kernels(args))
     assert args.ds.attn_implementation == attention
     printed = capsys.readouterr().err
     assert printed.startswith(said and f"No {said}") and len(printed.splitlines()) == bool(said)

@@ -1,6 +1,7 @@
 """Rollouts on disk (``--logger.dump_rollouts``), and training on them (``--train.replay_rollouts``)."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from openrlhf_gtpo.training.feature import ControllerFeature, Feature
 from openrlhf_gtpo.training.features.dumps.settings import ABSENT, DUMPS, REPLAY
@@ -38,11 +39,9 @@ class Replay(Feature):
     def is_on(self) -> bool:
         return bool(self.args.train.replay_rollouts)
 
-    def settle(self) -> None:
+    def settle(self) -> Mapping[str, Any]:
         """Take engines and reward actor out of the run, after OpenRLHF's own checks, which want both."""
-        if self.is_on():
-            self.args.vllm.num_engines = 0
-            self.args.reward.remote_url = [ABSENT]
+        return {"vllm.num_engines": 0, "reward.remote_url": (ABSENT,)} if self.is_on() else {}
 
     def check(self, model: "Model") -> None:
         from openrlhf_gtpo.training.features.dumps.check import check_dumps

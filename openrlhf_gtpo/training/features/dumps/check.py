@@ -1,17 +1,17 @@
 """The dumps that ``--train.replay_rollouts`` can train on, and those that ``--logger.dump_rollouts`` would replace."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.report.rollouts import FOLDER, RolloutDump, find_dumps, read_dump, vocabulary_digest
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.checks.model import Model
 from openrlhf_gtpo.training.checks.settings import refuse
 
 
-def check_folder(args: SimpleNamespace) -> None:
+def check_folder(args: Arguments) -> None:
     """Refuse to dump where an earlier run, which this one does not go on from, has left dumps.
 
     Raises:
@@ -25,7 +25,7 @@ def check_folder(args: SimpleNamespace) -> None:
         )
 
 
-def check_dumps(args: SimpleNamespace, model: Model) -> None:
+def check_dumps(args: Arguments, model: Model) -> None:
     """Read every dump.
 
     Raises:
@@ -47,6 +47,7 @@ def check_dumps(args: SimpleNamespace, model: Model) -> None:
         ),
     )
     vocabulary = vocabulary_digest(model.tokenizer)
+    assert args.train.replay_rollouts is not None
     try:
         for path in find_dumps(Path(args.train.replay_rollouts)):
             why_not = _why_not(read_dump(path), args, vocabulary)
@@ -56,7 +57,7 @@ def check_dumps(args: SimpleNamespace, model: Model) -> None:
         raise UsageError(f"--train.replay_rollouts: {error}") from error
 
 
-def _why_not(dump: RolloutDump, args: SimpleNamespace, vocabulary: str) -> str | None:
+def _why_not(dump: RolloutDump, args: Arguments, vocabulary: str) -> str | None:
     """The reason why a run cannot train on a dump, as a clause that ends with the remedy; None if it can."""
     settings, rows, samples = dump.settings, dump.columns["row"], args.rollout.n_samples_per_prompt
     if settings["version"] < 2:

@@ -9,7 +9,6 @@ from copy import copy
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from queue import SimpleQueue
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf_gtpo import __version__
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.rollouts import FOLDER, dump_file, vocabulary_digest, write_dump
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.credit.entropy_credit import entropy_credit
 from openrlhf_gtpo.training.credit.rollout_batch import RolloutBatch
 from openrlhf_gtpo.training.feature import ControllerFeature
@@ -38,7 +38,7 @@ class RolloutDumper(ControllerFeature):
     still being written, only causes a warning. A step in which training fails is dumped too, without ratios.
     """
 
-    def __init__(self, args: SimpleNamespace) -> None:
+    def __init__(self, args: Arguments) -> None:
         super().__init__(args)
         self._credit = entropy_credit(args)
         self._folder = Path(args.ckpt.path) / FOLDER

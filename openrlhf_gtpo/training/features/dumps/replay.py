@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.rollouts import RolloutDump, find_dumps, read_dump, read_settings
 from openrlhf_gtpo.token_values import TokenValues
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.feature import ControllerFeature
 from openrlhf_gtpo.training.rows import Rollout, Row
 
@@ -30,8 +30,9 @@ class ReplayedSampler:
 
     drawn = of_pass = step = 0
 
-    def __init__(self, args: SimpleNamespace) -> None:
+    def __init__(self, args: Arguments) -> None:
         self._args = args
+        assert args.train.replay_rollouts is not None
         settings = {path: read_settings(path) for path in find_dumps(Path(args.train.replay_rollouts))}
         self._files = {of_dump["step"]: path for path, of_dump in settings.items()}
         self.max_steps: int = next(iter(settings.values()))["max_steps"]
@@ -69,7 +70,7 @@ class ReplayedSampler:
         return Rollout(read_rows(dump, self._args), 1, not self._files, step=self.step)
 
 
-def read_rows(dump: RolloutDump, args: SimpleNamespace) -> list[Row]:
+def read_rows(dump: RolloutDump, args: Arguments) -> list[Row]:
     """The rows of a dump, as the sampler gave them.
 
     Tokens, masks, outcomes and the engine's log-probs are the dump's. So are the old policy's entropies and log-probs,

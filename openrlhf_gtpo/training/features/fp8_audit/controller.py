@@ -6,7 +6,6 @@ their own: training is in FP8 too, and a ratio of its log-probs to BF16's would 
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -15,6 +14,7 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf_gtpo.algorithms import ErrorBudget
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.token_values import TokenValues
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.credit.audit import AuditedFeature, Source
 from openrlhf_gtpo.training.credit.rollout_batch import RolloutBatch
 from openrlhf_gtpo.training.rows import Row
@@ -33,7 +33,7 @@ _SOURCE = Source(
 class FP8AuditInController(AuditedFeature):
     """Audits FP8's entropies, and replaces them while the gate is closed."""
 
-    def __init__(self, args: SimpleNamespace) -> None:
+    def __init__(self, args: Arguments) -> None:
         super().__init__(args, _SOURCE, args.megatron.fp8_audit_steps, args.megatron.fp8_audit_gate)
         self._actors: Any = None
 

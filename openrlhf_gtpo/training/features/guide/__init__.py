@@ -1,5 +1,6 @@
 """A guiding policy (``--algo.guide.*``): a frozen, stronger model that answers a part of each group."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from openrlhf_gtpo.platform import chosen_platform
@@ -19,11 +20,12 @@ class GuidingPolicy(Feature):
         # Rows that this run does not sample may have been a guide's.
         return bool(self.args.algo.guide.model_name_or_path) or not self.args.rollout.is_sampled
 
-    def settle(self) -> None:
+    def settle(self) -> Mapping[str, Any]:
         """Take as little of a CPU host's memory as the policy's engines do."""
-        guide = self.args.algo.guide
-        if chosen_platform() == "cpu":
-            guide.gpu_memory_utilization = min(guide.gpu_memory_utilization, CPU_MEMORY_SHARE)
+        if chosen_platform() != "cpu":
+            return {}
+        share = min(self.args.algo.guide.gpu_memory_utilization, CPU_MEMORY_SHARE)
+        return {"algo.guide.gpu_memory_utilization": share}
 
     def check(self, model: "Model") -> None:
         from openrlhf_gtpo.training.features.guide.check import check_guide

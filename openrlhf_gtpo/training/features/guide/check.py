@@ -2,16 +2,16 @@
 
 import math
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.checks.model import Model
 from openrlhf_gtpo.training.checks.settings import Rule, refuse
 
 _FLAG = "--algo.guide.model_name_or_path"
 
 
-def check_guide(args: SimpleNamespace, policy: Model) -> None:
+def check_guide(args: Arguments, policy: Model) -> None:
     """Refuse a guide that is missing, or that this run cannot learn from or has no room for.
 
     Raises:
@@ -32,7 +32,7 @@ def check_guide(args: SimpleNamespace, policy: Model) -> None:
         check_endpoint(args)
 
 
-def _settings(args: SimpleNamespace) -> Iterator[Rule]:
+def _settings(args: Arguments) -> Iterator[Rule]:
     guide, samples, kl = args.algo.guide, args.rollout.n_samples_per_prompt, args.algo.kl
     for broken, other, why in (
         (

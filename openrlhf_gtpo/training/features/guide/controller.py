@@ -1,7 +1,6 @@
 """In the controller: starts the guide's engines, lets them sample, and says what became of their rows."""
 
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -11,6 +10,7 @@ from openrlhf.trainer.ray import vllm_engine
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.training.actors.actor_trainer import wait_for_engines
 from openrlhf_gtpo.training.actors.dispatch import engine_bundles
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.controller.engines import kill_hanging
 from openrlhf_gtpo.training.credit.rollout_batch import RolloutBatch
 from openrlhf_gtpo.training.feature import ControllerFeature, EngineFeature
@@ -28,7 +28,7 @@ _RESCUE = "rescue_rows"  # in a checkpoint; "rescue" is an earlier version's, of
 class GuideInController(ControllerFeature):
     """The guide of a run; a replay has none, but its dumps may have a guide's rows."""
 
-    def __init__(self, args: SimpleNamespace) -> None:
+    def __init__(self, args: Arguments) -> None:
         super().__init__(args)
         self.guide: Guide | None = None
         self._sampler: GuidedSampler | None = None
@@ -86,7 +86,7 @@ class OffPolicy(EngineFeature):
         row.off_policy = True
 
 
-def start_guide(args: SimpleNamespace, shared: Any) -> list[Any]:
+def start_guide(args: Arguments, shared: Any) -> list[Any]:
     """Start rollout actors with ``--algo.guide.model_name_or_path``, which may still be loading it when this returns,
     or one that asks ``--algo.guide.endpoint``.
 

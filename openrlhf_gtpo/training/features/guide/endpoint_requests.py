@@ -5,7 +5,6 @@ nor vLLM, as the endpoint is checked before a run starts.
 
 import os
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,6 +12,7 @@ import httpx2  # openai depends on it
 import openai  # vLLM depends on it
 
 from openrlhf_gtpo.errors import UsageError, one_line
+from openrlhf_gtpo.training.arguments import Arguments
 
 _LOOK_LIMIT = 30.0  # seconds for each request before a run starts
 _PROBES = (1, 10, 100)  # token ids, at least one of which is a prompt without a certain next token
@@ -51,7 +51,7 @@ def sampled(choice: Any) -> tuple[list[int], list[float]]:
     return ids, log_probs
 
 
-def check_endpoint(args: SimpleNamespace) -> None:
+def check_endpoint(args: Arguments) -> None:
     """Refuse a server that cannot be the run's guide.
 
     Raises:

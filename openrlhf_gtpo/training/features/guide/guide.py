@@ -6,7 +6,6 @@ docs/guide.md describes the construction and says which parts of it come from a 
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -16,6 +15,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf_gtpo.algorithms import success
 from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.credit.entropy_credit import entropy_credit
 from openrlhf_gtpo.training.rows import Row
 
@@ -33,7 +33,7 @@ class Guide:
         step: training steps done so far; the guide's share anneals with them.
     """
 
-    def __init__(self, engines: Sequence[Any], args: SimpleNamespace) -> None:
+    def __init__(self, engines: Sequence[Any], args: Arguments) -> None:
         self.engines, self._args = engines, args
         self.rescue_batch: int = args.algo.guide.rescue_batch
         self._credit = entropy_credit(args)

@@ -4,6 +4,9 @@ The parts: what adapters are, room ``lora``; how DeepSpeed's policy has them, ``
 has them, ``megatron/model/adapters.py``; the reference that is the actor without them, ``actors/dispatch.py``.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from openrlhf_gtpo.training.checks.model import Model
 from openrlhf_gtpo.training.feature import Feature
 from openrlhf_gtpo.training.features.lora.settings import LORA
@@ -15,10 +18,11 @@ class Lora(Feature):
     def is_on(self) -> bool:
         return self.args.actor.lora is not None
 
-    def settle(self) -> None:
-        if self.is_on():  # upstream compares the sizes of groups that share GPUs, and there is no other group
-            actor, reference = self.args.actor, self.args.ref
-            reference.num_nodes, reference.num_gpus_per_node = actor.num_nodes, actor.num_gpus_per_node
+    def settle(self) -> Mapping[str, Any]:
+        if not self.is_on():
+            return {}
+        actor = self.args.actor  # upstream compares the sizes of groups that share GPUs, and there is no other group
+        return {"ref.num_nodes": actor.num_nodes, "ref.num_gpus_per_node": actor.num_gpus_per_node}
 
     def check(self, model: Model) -> None:
         from openrlhf_gtpo.training.features.lora.check import check_lora

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from openrlhf_gtpo.checkpoints.files import CheckpointError
@@ -11,6 +10,7 @@ from openrlhf_gtpo.checkpoints.folder import MANIFEST, newest_whole, read_manife
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.lora import ALL_LINEAR, LoraOptions
 from openrlhf_gtpo.lora.folder import fingerprint, refusal, without_comparison
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.checks.model import Model
 from openrlhf_gtpo.training.checks.settings import Rule, refuse
 
@@ -18,7 +18,7 @@ _SMALL_LR = 5e-6
 _HEADS = {"lm_head", "embed_tokens", "wte", "embed_out"}
 
 
-def check_lora(args: SimpleNamespace, model: Model) -> None:
+def check_lora(args: Arguments, model: Model) -> None:
     """Refuse what adapters do not go with.
 
     Raises:
@@ -40,9 +40,10 @@ def check_lora(args: SimpleNamespace, model: Model) -> None:
         )
 
 
-def _check_checkpoint(args: SimpleNamespace, model: Model) -> None:
+def _check_checkpoint(args: Arguments, model: Model) -> None:
     """Refuse to go on from adapters of another rank, scale, targets or base."""
     folder, tag, lora = Path(args.ckpt.path) / "_actor", args.ckpt.load_tag, args.actor.lora
+    assert lora is not None
     try:
         path = folder / tag if tag else newest_whole(folder)
         if path is None or not (path / MANIFEST).is_file():
@@ -62,17 +63,18 @@ def _check_checkpoint(args: SimpleNamespace, model: Model) -> None:
         print(f"{path} {note}", file=sys.stderr)
 
 
-def _modules(args: SimpleNamespace, model: Model) -> Iterator[Rule]:
+def _modules(args: Arguments, model: Model) -> Iterator[Rule]:
     """What depends on the model. A name that no module has would be passed over in silence."""
-    megatron, flag = args.actor.backend == "megatron", "--ds.lora.target_modules"
+    megatron, flag, lora = args.actor.backend == "megatron", "--ds.lora.target_modules", args.actor.lora
+    assert lora is not None
     yield (
         megatron and model.has_experts,
-        f"--ds.lora.rank {args.actor.lora.rank} is not offered for mixtures of experts with --actor.backend megatron; "
+        f"--ds.lora.rank {lora.rank} is not offered for mixtures of experts with --actor.backend megatron; "
         "give deepspeed, or leave it out.",
     )
     matrices = [name.removesuffix(".weight") for name, shape in model.weight_shapes.items() if len(shape) == 2]
     known = {name.rsplit(".", 1)[-1] for name in matrices if LoraOptions(1, 1).adapts(name)}
-    unknown = sorted({*args.actor.lora.targets} - known) if known and args.actor.lora.targets != ALL_LINEAR else []
+    unknown = sorted({*lora.targets} - known) if known and lora.targets != ALL_LINEAR else []
     yield (
         bool(unknown),
         f"{flag} {' '.join(unknown)}: {model} has no such matrix"
@@ -81,8 +83,9 @@ def _modules(args: SimpleNamespace, model: Model) -> Iterator[Rule]:
     )
 
 
-def _settings(args: SimpleNamespace) -> Iterator[Rule]:
+def _settings(args: Arguments) -> Iterator[Rule]:
     lora, ds = args.actor.lora, args.ds
+    assert lora is not None
     rank, megatron = f"--ds.lora.rank {lora.rank}", args.actor.backend == "megatron"
     heads = sorted(_HEADS.intersection(lora.targets))
     yield (

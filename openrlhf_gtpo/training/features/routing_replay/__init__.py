@@ -1,5 +1,6 @@
 """Tokens of a mixture of experts go where the sampler sent them (``--rollout.routing_replay``)."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from openrlhf_gtpo.training.feature import ControllerFeature, EngineFeature, Feature
@@ -20,15 +21,15 @@ class RoutingReplay(Feature):
     def is_on(self) -> bool:
         return self.args.rollout.replays_routes
 
-    def settle(self) -> None:
-        from openrlhf_gtpo.training.features.routing_replay.check import settle
+    def settle(self) -> Mapping[str, Any]:
+        from openrlhf_gtpo.training.features.routing_replay.check import can_replay
 
-        settle(self.args)
+        return {"rollout.replays_routes": can_replay(self.args)}
 
-    def check(self, model: "Model") -> None:
-        from openrlhf_gtpo.training.features.routing_replay.check import check_model
+    def settle_by(self, model: "Model") -> Mapping[str, Any]:
+        from openrlhf_gtpo.training.features.routing_replay.check import has_routes
 
-        check_model(self.args, model)
+        return {"rollout.replays_routes": has_routes(self.args, model)}
 
     def engine_args(self) -> dict[str, Any]:
         extension = f"{__name__}.vllm_capture.CapturingExtension"

@@ -1,8 +1,7 @@
 """What routing replay cannot be combined with: ``on`` is refused there, ``auto`` is off."""
 
-from types import SimpleNamespace
-
 from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.checks.model import Model
 from openrlhf_gtpo.training.settings.guard import why_no_scheduler
 from openrlhf_gtpo.training.settings.megatron_overrides import parse_overrides
@@ -10,15 +9,14 @@ from openrlhf_gtpo.training.settings.megatron_overrides import parse_overrides
 _FLAG = "rollout.routing_replay"
 
 
-def settle(args: SimpleNamespace) -> None:
-    """Decide all that does not depend on the model.
+def can_replay(args: Arguments) -> bool:
+    """Whether routes are replayed, by all that does not depend on the model.
 
     Raises:
         UsageError: routes are asked for, and cannot be replayed.
     """
     if args.rollout.routing_replay == "off":
-        return
-    why = None
+        return False
     if args.actor.backend != "megatron":
         why = f"--actor.backend {args.actor.backend} routes by itself; give --actor.backend megatron"
     elif not args.rollout.is_sampled:
@@ -27,19 +25,17 @@ def settle(args: SimpleNamespace) -> None:
         why = "Transformer Engine's router of --megatron.override moe_router_fusion=true takes no routes"
     elif no_channel := why_no_scheduler():
         why = f"vLLM's answers have no room for routes: {no_channel}"
-    args.rollout.replays_routes = True
-    _off_or_refused(args, why)
+    else:
+        return True
+    return _off_or_refused(args, why)
 
 
-def check_model(args: SimpleNamespace, model: Model) -> None:
-    """Decide by the policy's checkpoint; raises UsageError likewise."""
-    if not model.has_experts:
-        _off_or_refused(args, "the model has no experts")
+def has_routes(args: Arguments, model: Model) -> bool:
+    """The same by the policy's checkpoint; raises UsageError likewise."""
+    return model.has_experts or _off_or_refused(args, "the model has no experts")
 
 
-def _off_or_refused(args: SimpleNamespace, why: str | None) -> None:
-    if why is None:
-        return
+def _off_or_refused(args: Arguments, why: str) -> bool:
     if args.rollout.routing_replay == "on":
         raise UsageError(f"--{_FLAG} on cannot work here: {why}, or leave --{_FLAG} out.")
-    args.rollout.replays_routes = False
+    return False

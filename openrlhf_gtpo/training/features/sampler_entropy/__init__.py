@@ -1,5 +1,8 @@
 """Entropies and log-probs of the old policy from vLLM's sampler (``--rollout.entropy sampler``)."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from openrlhf_gtpo.training.feature import ControllerFeature, EngineFeature, Feature
 from openrlhf_gtpo.training.features.sampler_entropy.settings import SAMPLER
 
@@ -10,10 +13,10 @@ class SamplerEntropy(Feature):
     def is_on(self) -> bool:
         return self.args.rollout.entropy == "sampler"
 
-    def settle(self) -> None:
+    def settle(self) -> Mapping[str, Any]:
         from openrlhf_gtpo.training.features.sampler_entropy.source import choose_entropy
 
-        choose_entropy(self.args)
+        return {"rollout.entropy": choose_entropy(self.args)}
 
     def controller(self) -> ControllerFeature:
         from openrlhf_gtpo.training.features.sampler_entropy.controller import SamplerEntropyInController

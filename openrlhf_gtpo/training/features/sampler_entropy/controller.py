@@ -6,7 +6,6 @@ whatever weight the credit gives them, even if no sign changes.
 """
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
@@ -14,6 +13,7 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.token_values import TokenValues
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.credit.audit import AuditedFeature, Source
 from openrlhf_gtpo.training.credit.old_policy import always_forwards
 from openrlhf_gtpo.training.credit.rollout_batch import RolloutBatch
@@ -34,7 +34,7 @@ _MAY_MISS = 0.01  # fraction of a rollout's action tokens
 class SamplerEntropyInController(AuditedFeature):
     """The old policy's values are the sampler's."""
 
-    def __init__(self, args: SimpleNamespace) -> None:
+    def __init__(self, args: Arguments) -> None:
         super().__init__(args, _SOURCE, args.rollout.entropy_audit_steps, args.rollout.entropy_audit_gate)
 
     def may_sample_ahead(self, steps: int = 1) -> bool:

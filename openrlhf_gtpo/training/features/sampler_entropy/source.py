@@ -2,27 +2,30 @@
 against every flag that has a say in it."""
 
 import sys
-from types import SimpleNamespace
 
 from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.credit.entropy_credit import captures_entropy
 from openrlhf_gtpo.training.credit.old_policy import always_forwards, count_rows, count_steps
+from openrlhf_gtpo.training.settings.frozen import changed
 from openrlhf_gtpo.training.settings.guard import why_no_sampler_entropy, why_no_scheduler
 
 _CORRECTION = "--algo.advantage.is_correction_level"
 
 
-def choose_entropy(args: SimpleNamespace) -> None:
-    """Resolve ``--rollout.entropy auto`` to sampler or actor, and print a line on stderr for what may surprise a user.
+def choose_entropy(args: Arguments) -> str:
+    """``--rollout.entropy``, with sampler or actor in the place of auto. Print a line on stderr for what may surprise
+    a user.
 
     Raises:
         UsageError: a source that this run cannot have.
     """
-    rollout = args.rollout
+    rollout, chosen = args.rollout, args.rollout.entropy
     rows = count_rows(args)
     steps = count_steps(rows, args.train.batch_size) * args.train.max_epochs
-    if rollout.entropy != "actor":
-        asked, rollout.entropy = rollout.entropy, "sampler"
+    if chosen != "actor":
+        asked, chosen = chosen, "sampler"
+        args = changed(args, {"rollout.entropy": chosen})
         why = impossible = _why_not(args)
         if impossible and asked == "sampler":
             raise UsageError(f"--rollout.entropy sampler cannot work here: {impossible}; leave it out.")
@@ -41,18 +44,19 @@ def choose_entropy(args: SimpleNamespace) -> None:
             print(f"--rollout.entropy sampler saves no time: {why}.", file=sys.stderr)
         elif impossible or why and not args.train.async_enable:  # whose actor is a later policy
             print(f"--rollout.entropy auto takes the actor's entropies: {why}.", file=sys.stderr)
-            rollout.entropy = "actor"
+            chosen = "actor"
     if rollout.log_probs == "sampler":
-        _check_log_probs(args, steps)
+        _check_log_probs(changed(args, {"rollout.entropy": chosen}), steps)
         if steps > 1:
             print(
                 f"--rollout.log_probs sampler: each of the {steps} optimizer steps of a rollout takes its own "
                 f"log-probs as the old ones; only {_CORRECTION} bounds how far it is from the policy that sampled.",
                 file=sys.stderr,
             )
+    return chosen
 
 
-def _why_not(args: SimpleNamespace) -> str | None:
+def _why_not(args: Arguments) -> str | None:
     """The reason why the sampler cannot give this run's entropies, as a clause; None if it can."""
     estimator, images = args.algo.advantage.estimator, args.data.max_images_per_prompt
     for holds, why in (
@@ -69,7 +73,7 @@ def _why_not(args: SimpleNamespace) -> str | None:
     return why_no_sampler_entropy()
 
 
-def _check_log_probs(args: SimpleNamespace, steps: int) -> None:
+def _check_log_probs(args: Arguments, steps: int) -> None:
     coefficient = args.algo.kl.init_coef
     for refused, why in (
         (

@@ -4,11 +4,11 @@ which no spike moves."""
 import math
 from collections.abc import Mapping
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 from openrlhf_gtpo.errors import Restartable
 from openrlhf_gtpo.report import names
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.feature import ControllerFeature
 
 # The only one watched in a step that others' rows have joined, which are far from the policy.
@@ -23,7 +23,7 @@ class Spikes(ControllerFeature):
     recent: the last steps' losses, KLs and gradient norms, by name.
     """
 
-    def __init__(self, args: SimpleNamespace) -> None:
+    def __init__(self, args: Arguments) -> None:
         super().__init__(args)
         self.recent: dict[str, list[float]] = {}
 

@@ -1,0 +1,47 @@
+"""From OpenRLHF's namespace, which anybody may change, to frozen :class:`Arguments`, and back."""
+
+import dataclasses
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+from openrlhf_gtpo.training.arguments import Arguments
+
+_Section = TypeVar("_Section")
+
+
+def freeze(namespace: SimpleNamespace) -> Arguments:
+    """The arguments in a nested ``namespace``, lists as tuples."""
+    return _frozen(Arguments, namespace)
+
+
+def _frozen(kind: type[_Section], namespace: SimpleNamespace) -> _Section:
+    kinds = {field.name: field.type for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    values = {
+        name: _frozen(kinds[name], value) if isinstance(value, SimpleNamespace) else _kept(value)  # type: ignore
+        for name, value in vars(namespace).items()
+    }
+    return kind(**values)
+
+
+def _kept(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def thaw(arguments: Any) -> SimpleNamespace:
+    """OpenRLHF's namespace of ``arguments``, or of one of their sections; tuples as lists."""
+    values = {}
+    for name, value in vars(arguments).items():
+        if type(value).__module__ == Arguments.__module__:
+            value = thaw(value)
+        values[name] = list(value) if type(value) is tuple else value
+    return SimpleNamespace(**values)
+
+
+def changed(arguments: _Section, changes: Mapping[str, Any]) -> _Section:
+    """A copy of ``arguments`` with other values, by flag."""
+    for flag, value in changes.items():
+        name, _, rest = flag.partition(".")
+        value = changed(getattr(arguments, name), {rest: value}) if rest else _kept(value)
+        arguments = dataclasses.replace(arguments, **{name: value})  # type: ignore[type-var]
+    return arguments
