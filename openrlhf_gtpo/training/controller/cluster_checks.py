@@ -5,7 +5,6 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil  # vLLM and DeepSpeed depend on it
@@ -16,6 +15,7 @@ from openrlhf_gtpo.errors import UsageError, one_line
 from openrlhf_gtpo.megatron.parallel.layout import check_architecture
 from openrlhf_gtpo.model_shape import ModelShape
 from openrlhf_gtpo.platform.files import gigabytes, model_folder
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.controller.checkpoint_disk import writes_checkpoints
 from openrlhf_gtpo.training.host import EngineGroup, gpus_of
 
@@ -24,7 +24,7 @@ _WEIGHT_BYTES = 2  # per parameter, in an engine
 _LOOK_LIMIT = 300.0  # seconds for a node to start a process and look
 
 
-def check_nodes(args: SimpleNamespace) -> None:
+def check_nodes(args: Arguments) -> None:
     """Refuse a cluster with too few GPUs or CPUs, a checkpoint folder that its nodes do not share, and a model that
     one of the nodes neither has nor can fetch.
 
@@ -45,7 +45,7 @@ def check_nodes(args: SimpleNamespace) -> None:
         check_memory(engines, nodes)
 
 
-def check_gpus(args: SimpleNamespace, nodes: list[dict[str, Any]]) -> None:
+def check_gpus(args: Arguments, nodes: list[dict[str, Any]]) -> None:
     """Refuse fewer GPUs, or CPUs beside them, than the run needs, for which Ray would wait forever, and engines for
     which no node has enough GPUs: their tensor-parallel groups would cross nodes."""
     counts = [int(node["Resources"].get("GPU", 0)) for node in nodes]

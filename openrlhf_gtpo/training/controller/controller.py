@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import ray
@@ -15,6 +14,7 @@ from openrlhf_gtpo.errors import StoppedOnRequest, TrainingStopped
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import Rows
 from openrlhf_gtpo.training.actors.actor_trainer import wait_for_engines
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.checks.origin import ORIGIN, Origin
 from openrlhf_gtpo.training.controller.engines import Engines
 from openrlhf_gtpo.training.controller.heartbeat import Phases
@@ -68,7 +68,8 @@ class Controller:
         engines: list[Any] | None,
         **unused: Any,
     ) -> None:
-        self.args = args = strategy.args
+        self.args: Arguments = strategy.arguments
+        args = self.args
         self.models = Models(actor, critic, reward, reference)
         use_fast = not args.data.disable_fast_tokenizer
         self.tokenizer = get_tokenizer(pretrain, None, "left", strategy, use_fast=use_fast)
@@ -301,7 +302,7 @@ def _is_due(step: int, every: float) -> bool:
     return every > 0 and step % every == 0  # -1: never
 
 
-def _why_nothing_was_trained(args: SimpleNamespace, credit: EntropyCredit | None) -> str:
+def _why_nothing_was_trained(args: Arguments, credit: EntropyCredit | None) -> str:
     if not args.algo.dynamic_filtering_enable:
         return (
             "No step was trained, and no model is written: in --train.num_episodes "

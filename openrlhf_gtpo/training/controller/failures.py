@@ -5,7 +5,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import ray
@@ -16,6 +15,7 @@ from openrlhf_gtpo.checkpoints.files import CheckpointError
 from openrlhf_gtpo.checkpoints.folder import CheckpointWriteError
 from openrlhf_gtpo.errors import Restartable, StoppedOnRequest, TrainingStopped, UsageError, last_error, one_line
 from openrlhf_gtpo.platform.files import free_bytes, gigabytes, is_full
+from openrlhf_gtpo.training.arguments import Ckpt
 
 E = TypeVar("E", bound=BaseException)
 
@@ -193,7 +193,7 @@ def raise_if_lost(error: BaseException) -> None:
 
 
 @contextmanager
-def write_errors(ckpt: SimpleNamespace) -> Iterator[None]:
+def write_errors(ckpt: Ckpt) -> Iterator[None]:
     """Say what keeps an actor from writing a checkpoint, and how much free space its disk has if that is why.
 
     Args:

@@ -5,11 +5,11 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.heartbeat import Heartbeat
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.controller.failures import answering
 from openrlhf_gtpo.training.controller.trackers import Trackers
 from openrlhf_gtpo.training.rollout.rewards import Patience
@@ -25,7 +25,7 @@ class Phases:
     """
 
     def __init__(
-        self, args: SimpleNamespace, trackers: Trackers, groups: Sequence[Any], is_moving: Callable[[float], bool]
+        self, args: Arguments, trackers: Trackers, groups: Sequence[Any], is_moving: Callable[[float], bool]
     ) -> None:
         self._heartbeat = Heartbeat(args.ckpt.path) if args.train.stall_timeout else None
         self._trackers, self._groups, self._is_moving = trackers, groups, is_moving

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from openrlhf_gtpo.algorithms import success
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.answers import best_of
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.controller.engines import Engines
 from openrlhf_gtpo.training.controller.heartbeat import Phases
 from openrlhf_gtpo.training.controller.rollouts import Rollouts
@@ -28,7 +28,7 @@ _MOSTLY = 0.9  # of a step's responses
 class Log:
     """Gathers a step's numbers and writes them to the trackers; ``costs`` are those of the step in progress."""
 
-    args: SimpleNamespace
+    args: Arguments
     tokenizer: Any
     trackers: Trackers
     phases: Phases
@@ -113,7 +113,7 @@ class Log:
 
 
 def step_warnings(
-    status: Mapping[str, Any], outcome: Tensor, args: SimpleNamespace, credit: EntropyCredit | None
+    status: Mapping[str, Any], outcome: Tensor, args: Arguments, credit: EntropyCredit | None
 ) -> dict[str, str]:
     """Warnings of what leaves nothing to learn: a sentence with the flag that helps, by name.
 
@@ -150,7 +150,7 @@ def outcomes_line(outcome: Tensor, credit: EntropyCredit | None) -> str | None:
 
 
 def _equal_groups(
-    status: Mapping[str, Any], outcome: Tensor, args: SimpleNamespace, credit: EntropyCredit | None
+    status: Mapping[str, Any], outcome: Tensor, args: Arguments, credit: EntropyCredit | None
 ) -> str | None:
     """That no group has what the estimator compares: GTPO and GRPO-S learn from groups with successes and failures,
     other estimators from unequal rewards."""
@@ -178,7 +178,7 @@ def _equal_groups(
     )
 
 
-def _cut_off(status: Mapping[str, Any], args: SimpleNamespace) -> str | None:
+def _cut_off(status: Mapping[str, Any], args: Arguments) -> str | None:
     """That most responses have no end."""
     cut, rows = status["rollout/truncated_rate"], status["rollout/num_samples"]
     if cut < _MOSTLY:

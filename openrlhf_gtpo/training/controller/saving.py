@@ -4,7 +4,6 @@ checkpoint, and a full disk that costs a checkpoint and not the run.
 
 import math
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -13,6 +12,7 @@ from openrlhf_gtpo.checkpoints.folder import CheckpointWriteError
 from openrlhf_gtpo.platform.files import is_full
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.training.actors.actor_trainer import keep_trying
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.controller.failures import write_errors
 from openrlhf_gtpo.training.credit.experiences import Models
 
@@ -29,7 +29,7 @@ class Saver:
         failures: those that :meth:`take_failures` will return.
     """
 
-    def __init__(self, args: SimpleNamespace, models: Models, on_try: Callable[[], None]) -> None:
+    def __init__(self, args: Arguments, models: Models, on_try: Callable[[], None]) -> None:
         self._args, self._models, self._on_try = args, models, on_try
         self._best_key: str = args.ckpt.best_metric_key or ""
         self._best = -math.inf

@@ -6,7 +6,6 @@ Always on: per step, this takes a pass over the rows' lengths and three small re
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -14,6 +13,7 @@ from ray.exceptions import RayError
 
 from openrlhf_gtpo.model_shape import ModelShape, forward_flops
 from openrlhf_gtpo.report import names
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.controller.cluster_checks import known_config
 from openrlhf_gtpo.training.rows import Row
 
@@ -32,7 +32,7 @@ class StepCosts:
         response_tokens: action tokens of this step.
     """
 
-    def __init__(self, args: SimpleNamespace, actors: Any, engines: Sequence[Any] | None) -> None:
+    def __init__(self, args: Arguments, actors: Any, engines: Sequence[Any] | None) -> None:
         self._shape = dense_shape(args.actor.model_name_or_path)
         self._actors = actors
         self._engines = engines or []

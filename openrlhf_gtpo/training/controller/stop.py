@@ -9,16 +9,18 @@ import errno
 import signal
 import sys
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import FrameType
+
+from openrlhf_gtpo.training.arguments import Arguments
 
 
-def stop_file(args: SimpleNamespace) -> Path:
+def stop_file(args: Arguments) -> Path:
     """The file whose presence is a request to stop. Following the request removes it, so that whoever made it sees
     that, and a resumed run does not find it."""
     return Path(args.ckpt.stop_file or Path(args.ckpt.path) / "stop")
 
 
-def prepare(args: SimpleNamespace) -> None:
+def prepare(args: Arguments) -> None:
     """Prepare for requests to stop this run, and have SIGUSR1 to the driver make one.
 
     Without ``--ckpt.stop_file``, a request found here can only have been meant for an earlier run and is removed. A

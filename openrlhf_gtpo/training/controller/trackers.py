@@ -1,7 +1,6 @@
 """Where a run's numbers go: ``metrics.jsonl``, and OpenRLHF's loggers for TensorBoard and W&B."""
 
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 from openrlhf.utils.logging_utils import TensorboardLogger, WandbLogger
@@ -9,6 +8,7 @@ from openrlhf.utils.logging_utils import TensorboardLogger, WandbLogger
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import MetricsWriter, Rows, is_number
 from openrlhf_gtpo.training.actors.actor_trainer import keep_trying
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.controller.wandb_run import WandbRun
 
 _SAMPLE_LENGTH = 2000  # characters kept from the end of a step's sample
@@ -59,7 +59,7 @@ class ResumedWandb(WandbLogger):
 class Trackers:
     """All of a run's trackers, those that its arguments ask for."""
 
-    def __init__(self, args: SimpleNamespace) -> None:
+    def __init__(self, args: Arguments) -> None:
         self._args = args
         self._loggers: list[Any] = [ResumedWandb(args)] if args.logger.wandb.key else []
         self._tensorboard = FlushedTensorboard(args) if args.logger.tensorboard_dir else None
@@ -105,8 +105,9 @@ class Trackers:
 
     def flush(self) -> None:
         """Write what waits for room on a full disk."""
-        if (writer := self._writer) is not None:
-            keep_trying(lambda path: writer.flush(), self._args.logger.metrics_path)
+        path = self._args.logger.metrics_path
+        if (writer := self._writer) is not None and path is not None:
+            keep_trying(lambda _: writer.flush(), path)
 
     def close(self) -> None:
         """No step follows."""

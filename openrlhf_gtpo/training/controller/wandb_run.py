@@ -5,10 +5,10 @@ import os
 import uuid
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from openrlhf_gtpo.platform.files import replace_text
+from openrlhf_gtpo.training.arguments import Arguments
 
 
 class WandbRun:
@@ -19,7 +19,7 @@ class WandbRun:
     again, this lets W&B keep the first values.
     """
 
-    def __init__(self, args: SimpleNamespace) -> None:
+    def __init__(self, args: Arguments) -> None:
         self._path = Path(args.ckpt.path) / "wandb.json"
         self._folder = os.path.realpath(args.ckpt.path)
 
@@ -37,7 +37,7 @@ class WandbRun:
             saved = {}
         run = os.environ.setdefault("WANDB_RUN_ID", saved.get("run", uuid.uuid4().hex[:8]))
         os.environ.setdefault("WANDB_RESUME", "allow")
-        self._state = {"folder": self._folder, "run": run, "steps": {}}
+        self._state: dict[str, Any] = {"folder": self._folder, "run": run, "steps": {}}
         if saved.get("run") == run:
             self._state["steps"] = saved["steps"]
         self._save()
