@@ -201,6 +201,18 @@ def test_features_know_no_other_and_are_known_by_their_list() -> None:
     assert knowing == dict.fromkeys(OF_SAMPLER, {"sampler_entropy"})
 
 
+def test_upstreams_copy_of_the_arguments_is_read_at_the_seam_alone() -> None:
+    """A run's arguments are frozen and typed (``arguments.py``); upstream's code has a namespace made of them."""
+    sources = {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
+    assert {name for name, text in sources.items() if re.search(r"\bstrategy\.args\b", text)} == {
+        "training/credit/advantages.py"  # around upstream's estimators
+    }
+    assert {name for name, text in sources.items() if re.search(r"\bthaw\b", text)} == {
+        "training/run.py",
+        "training/settings/frozen.py",
+    }
+
+
 def test_no_hook_on_a_module_changes_what_trains() -> None:
     """The loss is a function: what it reads is in its inputs (``LossInputs``). Megatron's room counts its passes."""
     rooms_without = {path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] != "megatron"}
