@@ -74,7 +74,7 @@ INNER = {
 # room may import those.
 BESIDE = {"megatron": set(), "training": {"arguments", "rows", "feature", "host", "step"}}
 # What has something of every feature, from their list: a command line has all flags, and a run those that are on.
-COMPOSES = {"training/settings/flags.py", "training/run.py"}
+COMPOSES = {"training/settings/flags.py", "training/settings/rules.py", "training/run.py"}
 # What has something of one feature: vLLM is given one class for its workers, by name, and an evaluation shows the
 # entropies of that class's sampler.
 OF_SAMPLER = {"training/rollout/worker_extension.py", "scoring/answers.py"}

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from openrlhf_gtpo.training.host import EngineGroup
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ActorAdam:
     betas: Sequence[float]
     eps: float
@@ -20,35 +20,35 @@ class ActorAdam:
     weight_decay: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ActorClipCov:
-    cov_high: float
-    cov_low: float
-    fraction: float
+    cov_high: float = 5.0
+    cov_low: float = 1.0
+    fraction: float = 0.0002
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ActorHapo:
-    adaptation: float
-    pivot: float
-    redistribution: float
+    adaptation: float = 1.0
+    pivot: float = 0.8
+    redistribution: float = 1.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ActorHtpo:
-    difficulty_threshold: float
-    forking_fraction: float
-    highest_fraction: float
-    lowest_fraction: float
+    difficulty_threshold: float = 0.6
+    forking_fraction: float = 0.2
+    highest_fraction: float = 0.02
+    lowest_fraction: float = 0.006
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ActorKlCov:
-    coef: float
-    fraction: float
+    coef: float = 1.0
+    fraction: float = 0.0002
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ActorMuon:
     lr: float
     momentum: float
@@ -56,26 +56,26 @@ class ActorMuon:
     ns_steps: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ActorSapo:
-    tau_negative: float
-    tau_positive: float
+    tau_negative: float = 1.05
+    tau_positive: float = 1.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ActorStare:
-    fraction: float
-    target_entropy: float
-    weight_negative: float
-    weight_positive: float
+    fraction: float = 0.1
+    target_entropy: float = 0.3
+    weight_negative: float = 1.0
+    weight_positive: float = 1.1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Actor:
     adam: ActorAdam
     aux_loss_coef: float
-    backend: str
-    clip_cov: ActorClipCov
+    backend: str = "deepspeed"
+    clip_cov: ActorClipCov = ActorClipCov()
     dual_clip: float | None
     entropy_coef: float | None
     eps_clip: float
@@ -83,10 +83,10 @@ class Actor:
     freeze_visual_encoder: bool
     gradient_checkpointing_enable: bool
     gradient_checkpointing_reentrant: bool
-    hapo: ActorHapo
-    htpo: ActorHtpo
-    kl_cov: ActorKlCov
-    lora: "LoraOptions | None"
+    hapo: ActorHapo = ActorHapo()
+    htpo: ActorHtpo = ActorHtpo()
+    kl_cov: ActorKlCov = ActorKlCov()
+    lora: "LoraOptions | None" = None
     loss_agg_mode: str
     lr_scheduler: str
     lr_warmup_ratio: float
@@ -98,12 +98,12 @@ class Actor:
     num_nodes: int
     optim: str
     policy_loss_type: str
-    sapo: ActorSapo
-    stare: ActorStare
-    trust_remote_code: bool
+    sapo: ActorSapo = ActorSapo()
+    stare: ActorStare = ActorStare()
+    trust_remote_code: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AlgoAdvantage:
     estimator: str
     gamma: float
@@ -115,66 +115,66 @@ class AlgoAdvantage:
     no_std_norm: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AlgoEntropyBonus:
-    alpha: float
-    kappa: float
-    success_threshold: float
+    alpha: float = 0.4
+    kappa: float = 2.0
+    success_threshold: float = 1.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AlgoForkingTokens:
-    success_threshold: float
-    top_fraction: float
+    success_threshold: float = 1.0
+    top_fraction: float = 0.2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AlgoGrpoS:
-    beta: float
-    beta1: float
-    beta2: float
-    entropy_eps: float
-    entropy_mean: str
-    normalise_over: str
-    ratio_mean: str
-    scope: str
-    shape_uniform_groups: bool
-    success_threshold: float
-    variant: str
+    beta: float = 0.1
+    beta1: float = 1.0
+    beta2: float = 0.1
+    entropy_eps: float = 1e-06
+    entropy_mean: str = "arithmetic"
+    normalise_over: str = "zero_filled"
+    ratio_mean: str = "arithmetic"
+    scope: str = "group"
+    shape_uniform_groups: bool = False
+    success_threshold: float = 1.0
+    variant: str = "v3"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AlgoGtpo:
-    alpha: float
-    alpha1: float | None
-    alpha2: float | None
-    compare: str
-    entropy_eps: float
-    entropy_mean: str
-    kappa: float
-    normalise_over: str
-    scope: str
-    shape_uniform_groups: bool
-    success_threshold: float
-    variant: str
+    alpha: float = 0.1
+    alpha1: float | None = None
+    alpha2: float | None = None
+    compare: str = "position"
+    entropy_eps: float = 1e-06
+    entropy_mean: str = "arithmetic"
+    kappa: float = 2.0
+    normalise_over: str = "zero_filled"
+    scope: str = "group"
+    shape_uniform_groups: bool = False
+    success_threshold: float = 1.0
+    variant: str = "v3"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AlgoGuide:
-    endpoint: str | None
-    fraction: float
-    gpu_memory_utilization: float
-    model_name_or_path: str | None
-    num_engines: int
-    on_failure: str
-    ratio_cap: float
-    rescue_batch: int
-    rescue_weight: float
-    steps: int
-    tensor_parallel_size: int
+    endpoint: str | None = None
+    fraction: float = 0.0
+    gpu_memory_utilization: float | None = None
+    model_name_or_path: str | None = None
+    num_engines: int = 1
+    on_failure: str = "stop"
+    ratio_cap: float = 2.0
+    rescue_batch: int = 0
+    rescue_weight: float = 1.0
+    steps: int = 0
+    tensor_parallel_size: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AlgoKl:
     estimator: str
     horizon: int
@@ -184,36 +184,36 @@ class AlgoKl:
     use_loss: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Algo:
     advantage: AlgoAdvantage
     dynamic_filtering_enable: bool
     dynamic_filtering_range: Sequence[float]
-    entropy_bonus: AlgoEntropyBonus
-    forking_tokens: AlgoForkingTokens
-    grpo_s: AlgoGrpoS
-    gtpo: AlgoGtpo
-    guide: AlgoGuide
+    entropy_bonus: AlgoEntropyBonus = AlgoEntropyBonus()
+    forking_tokens: AlgoForkingTokens = AlgoForkingTokens()
+    grpo_s: AlgoGrpoS = AlgoGrpoS()
+    gtpo: AlgoGtpo = AlgoGtpo()
+    guide: AlgoGuide = AlgoGuide()
     kl: AlgoKl
-    preset: str | None
+    preset: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Ckpt:
     best_metric_key: str
     disable_ds: bool
     load_enable: bool
-    load_tag: str | None
+    load_tag: str | None = None
     max_mem: float
     max_num: int
     output_dir: str
     path: str
     save_hf: bool
     save_steps: float
-    stop_file: str | None
+    stop_file: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CriticAdam:
     betas: Sequence[float]
     eps: float
@@ -221,7 +221,7 @@ class CriticAdam:
     weight_decay: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CriticMuon:
     lr: float
     momentum: float
@@ -229,7 +229,7 @@ class CriticMuon:
     ns_steps: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Critic:
     adam: CriticAdam
     freezing_steps: int
@@ -246,11 +246,11 @@ class Critic:
     value_clip: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Data:
     apply_chat_template: bool
-    chat_template_kwargs: str | None
-    chat_template_kwargs_key: str | None
+    chat_template_kwargs: str | None = None
+    chat_template_kwargs_key: str | None = None
     dataloader_num_workers: int
     disable_fast_tokenizer: bool
     image_key: str
@@ -263,11 +263,11 @@ class Data:
     prompt_dataset: str | None
     prompt_probs: str | None
     prompt_split: str
-    system_prompt: str | None
-    tools_key: str | None
+    system_prompt: str | None = None
+    tools_key: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DsLora:
     alpha: int
     dropout: float
@@ -275,7 +275,7 @@ class DsLora:
     target_modules: Sequence[str] | str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Ds:
     adam_offload: bool
     attn_implementation: str
@@ -298,9 +298,9 @@ class Ds:
     zpg: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Eval:
-    before_training: bool
+    before_training: bool = False
     dataset: str | None
     n_samples_per_prompt: int
     split: str
@@ -308,7 +308,7 @@ class Eval:
     temperature: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoggerWandb:
     group: str | None
     key: str | None
@@ -317,49 +317,49 @@ class LoggerWandb:
     run_name: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Logger:
-    dump_rollouts: int
-    dump_rows: int
-    entropy_enable: bool
+    dump_rollouts: int = 0
+    dump_rows: int = 64
+    entropy_enable: bool = False
     logging_steps: int
-    metrics_path: str | None
+    metrics_path: str | None = None
     tensorboard_dir: str | None
     wandb: LoggerWandb
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Megatron:
-    async_save: bool
-    context_parallel_size: int
-    ddp: Sequence[str]
-    expert_model_parallel_size: int
-    fp8: str | None
-    fp8_audit_gate: float | None
-    fp8_audit_steps: int
-    fp8_param: bool
-    fp8_recipe: str
-    lm_head_mb: int | None
-    num_layers_at_end_in_bf16: int
-    num_layers_at_start_in_bf16: int
-    offload: bool
-    override: Sequence[str]
-    pipeline_model_parallel_size: int
-    recompute: str
-    sequence_parallel: bool
-    tensor_model_parallel_size: int
-    use_distributed_optimizer: bool
+    async_save: bool = True
+    context_parallel_size: int = 1
+    ddp: Sequence[str] = ()
+    expert_model_parallel_size: int = 1
+    fp8: str | None = None
+    fp8_audit_gate: float | None = None
+    fp8_audit_steps: int = 0
+    fp8_param: bool = False
+    fp8_recipe: str = "blockwise"
+    lm_head_mb: int | None = None
+    num_layers_at_end_in_bf16: int = 0
+    num_layers_at_start_in_bf16: int = 0
+    offload: bool = False
+    override: Sequence[str] = ()
+    pipeline_model_parallel_size: int = 1
+    recompute: str = "none"
+    sequence_parallel: bool = False
+    tensor_model_parallel_size: int = 1
+    use_distributed_optimizer: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Ref:
-    is_actor: bool
+    is_actor: bool = False
     num_gpus_per_node: int
     num_nodes: int
     offload: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Reward:
     clip_range: Sequence[float]
     model_name_or_path: str | None
@@ -368,34 +368,34 @@ class Reward:
     num_nodes: int
     offload: bool
     overlong_buffer_len: float | None
-    overlong_form: str
+    overlong_form: str = "continuous"
     overlong_penalty_factor: float
     remote_url: Sequence[str] | None
     stop_properly_penalty_coef: float | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rollout:
     batch_size: int
-    entropy: str
-    entropy_audit_gate: float
-    entropy_audit_steps: int
-    forward_for: str | None
-    is_sampled: bool
-    joined_by: str | None
-    log_probs: str
+    entropy: str = "actor"
+    entropy_audit_gate: float = 0.1
+    entropy_audit_steps: int = 20
+    forward_for: str | None = None
+    is_sampled: bool = True
+    joined_by: str | None = None
+    log_probs: str = "actor"
     max_new_tokens: int | None
     max_tokens_per_gpu: int | None
     micro_batch_size: int
     n_samples_per_prompt: int
-    replays_routes: bool
-    routing_replay: str
+    replays_routes: bool = False
+    routing_replay: str = "auto"
     temperature: float
     top_p: float
     vllm_generate_batch_size: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Train:
     agent_func_path: str | None
     async_enable: bool
@@ -408,40 +408,40 @@ class Train:
     ema_beta: float
     enable_ema: bool
     full_determinism_enable: bool
-    max_bad_steps: int
+    max_bad_steps: int = 3
     max_epochs: int
-    max_restarts: int
-    max_staleness: int
+    max_restarts: int = 0
+    max_staleness: int = 2
     max_tokens_per_gpu: int
     micro_batch_size: int
     num_episodes: int
     partial_rollout_enable: bool
-    replay_rollouts: str | None
+    replay_rollouts: str | None = None
     seed: int
-    shared_prompts: str
-    shares_prompts: bool
-    spike_zscore: float
-    stall_timeout: float
+    shared_prompts: str = "on"
+    shares_prompts: bool = False
+    spike_zscore: float = 0.0
+    stall_timeout: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Vllm:
     enable_prefix_caching: bool
     enable_sleep: bool
     enforce_eager: bool
     gpu_memory_utilization: float
-    max_num_batched_tokens: int | None
-    max_num_seqs: int | None
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int | None = None
     num_engines: int
-    others: "Sequence[EngineGroup]"
+    others: "Sequence[EngineGroup]" = ()
     sync_backend: str
-    sync_bucket_mb: int
-    sync_checksum: bool
+    sync_bucket_mb: int = 256
+    sync_checksum: bool = False
     sync_with_ray: bool
     tensor_parallel_size: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Arguments:
     actor: Actor
     algo: Algo
@@ -452,7 +452,7 @@ class Arguments:
     eval: Eval
     local_rank: int
     logger: Logger
-    megatron: Megatron
+    megatron: Megatron = Megatron()
     ref: Ref
     reward: Reward
     rollout: Rollout

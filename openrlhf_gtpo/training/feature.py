@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # the driver refuses a command line before anything heavy is 
     from openrlhf_gtpo.training.credit.rollout_batch import RolloutBatch
     from openrlhf_gtpo.training.rollout.answers import Answer
     from openrlhf_gtpo.training.rows import Row
-    from openrlhf_gtpo.training.settings.setting import Group
+    from openrlhf_gtpo.training.settings.setting import After, Before, Group
 
 
 class Feature:
@@ -30,9 +30,12 @@ class Feature:
 
     Attributes:
         settings: its flags, which every command line has. Their module imports nothing heavy.
+        before, after: its rules before OpenRLHF's block and after it (``settings/rules.py``), on or off.
     """
 
     settings: ClassVar["Group"]
+    before: ClassVar[Sequence["Before"]] = ()
+    after: ClassVar[Sequence["After"]] = ()
 
     def __init__(self, args: Arguments) -> None:
         self.args = args
@@ -41,14 +44,9 @@ class Feature:
         """Whether the run has this feature."""
         raise NotImplementedError
 
-    def settle(self) -> Mapping[str, Any]:
-        """Other values for arguments, by flag, where that takes the whole command line, as OpenRLHF has completed it.
-        Asked of every feature, before it is asked whether it is on. Raises UsageError for a contradiction."""
-        return {}
-
-    def settle_by(self, model: "Model") -> Mapping[str, Any]:
-        """Likewise, where it takes the policy's checkpoint too: asked of features that are on, before they are checked
-        and before the run begins."""
+    def for_model(self, model: "Model") -> Mapping[str, Any]:
+        """Other values for arguments, by flag, where they follow from the policy's checkpoint: asked of features that
+        are on, before they are checked and before the run begins. Raises UsageError for a contradiction."""
         return {}
 
     def check(self, model: "Model") -> None:

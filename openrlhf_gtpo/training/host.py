@@ -95,7 +95,7 @@ def gpus_of(args: Arguments) -> Gpus:
     )
 
 
-def adapt(args: Arguments) -> dict[str, Any]:
+def without_cuda(args: Arguments) -> dict[str, Any]:
     """What replaces what only CUDA can do, and sizes that only a node of GPUs has, by flag; with one printed line
     each."""
     changes: dict[str, Any] = {}
@@ -132,7 +132,7 @@ def adapt(args: Arguments) -> dict[str, Any]:
     return changes
 
 
-def adapt_kernels(args: Arguments) -> dict[str, Any]:
+def without_kernels(args: Arguments) -> dict[str, Any]:
     """On a CUDA host, what does without compiled kernels that are missing, by flag; with one printed line. Without
     flash-attn, packed rows attend with torch's own kernels, and padded ones with ``sdpa``."""
     on_megatron = args.actor.backend == "megatron"

@@ -1,12 +1,10 @@
 """Turns a command line into a run: parses and checks it, patches upstream and runs its own ``train`` in Ray."""
 
-import math
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,13 +22,10 @@ from openrlhf_gtpo.training.controller import stop
 from openrlhf_gtpo.training.controller.checkpoint_disk import check_room
 from openrlhf_gtpo.training.feature import Feature
 from openrlhf_gtpo.training.features import FEATURES
-from openrlhf_gtpo.training.settings import upstream_parser
+from openrlhf_gtpo.training.settings import rules, upstream_parser
 from openrlhf_gtpo.training.settings.frozen import changed, freeze, thaw
 from openrlhf_gtpo.training.settings.guard import check_openrlhf, why_no_scheduler
 from openrlhf_gtpo.training.settings.prompts import template_variables
-from openrlhf_gtpo.training.settings.values import absolute_paths
-
-_NEVER = ("eval.steps", "ckpt.save_steps")  # with -1
 
 
 def features_of(args: Arguments) -> list[Feature]:
@@ -50,7 +45,7 @@ def train(args: Arguments) -> None:
     stop.prepare(args)
     # Here, as a supervised run's process has nothing else of the checks.
     policy, *_ = models = _models(args)
-    args = changed(_settled_by(policy, args), shared_prompts.decide(args, models))
+    args = changed(_for_model(policy, args), shared_prompts.decide(args, models))
     if args.rollout.is_sampled and (why := why_no_scheduler()):
         print(f"Engines send each token by itself, which makes rollouts slower: {why}.", file=sys.stderr)
     patch.apply(args, features_of(args))
@@ -59,26 +54,20 @@ def train(args: Arguments) -> None:
 
 
 def parse(argv: Sequence[str]) -> Arguments:
-    """Parse ``argv`` into upstream's and this package's arguments, adapted to what this host can run.
+    """Parse ``argv`` into upstream's and this package's arguments, completed by all rules (``settings/rules.py``).
 
     Raises:
         UsageError: a flag or combination that fails with every estimator and backend.
     """
     check_openrlhf()
     platform.choose()
-    args = freeze(upstream_parser.parse(argv))
-    args = changed(args, absolute_paths(args))
-    for kind in FEATURES:
-        args = changed(args, kind(args).settle())
-    args = changed(args, {flag: math.inf for flag in _NEVER if attrgetter(flag)(args) == -1})
-    adapt = host.adapt if platform.chosen_platform() == "cpu" else host.adapt_kernels
-    return changed(args, adapt(args))
+    return rules.completed(freeze(upstream_parser.parse(argv)))
 
 
-def _settled_by(policy: Model, args: Arguments) -> Arguments:
+def _for_model(policy: Model, args: Arguments) -> Arguments:
     """``args`` with what features make of the policy's checkpoint."""
     for feature in features_of(args):
-        args = changed(args, feature.settle_by(policy))
+        args = changed(args, feature.for_model(policy))
     return args
 
 
@@ -108,7 +97,7 @@ def check(args: Arguments) -> None:
             from openrlhf_gtpo.training.rollout.turns import check_turns
 
             check_turns(agent, policy.tokenizer, template_variables(args.data.chat_template_kwargs))
-    args = _settled_by(policy, args)
+    args = _for_model(policy, args)
     for feature in features_of(args):
         feature.check(policy)
     policy.check_weights()

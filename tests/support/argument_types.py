@@ -1,6 +1,7 @@
 """The text of ``openrlhf_gtpo/training/arguments.py``: every path of a parsed command line with its type."""
 
 import argparse
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -9,7 +10,6 @@ OTHERWISE = {
     "actor.lora": '"LoraOptions | None"',
     "actor.eps_clip_low_high": "Sequence[float]",
     "actor.model_name_or_path": "str",
-    "algo.guide.gpu_memory_utilization": "float",
     "ckpt.save_steps": "float",
     "ds.lora.target_modules": "Sequence[str] | str",
     "eval.steps": "float",
@@ -46,21 +46,25 @@ def _type_of(action: argparse.Action) -> str:
     return kind if action.default is not None else f"{kind} | None"
 
 
-def source(actions: Iterable[argparse.Action], derived: Mapping[str, Any]) -> str:
-    """The module's text.
+def source(actions: Iterable[argparse.Action], own: Mapping[str, Any], derived: Mapping[str, Any]) -> str:
+    """The module's text. A run without a feature is one with its defaults.
 
     Args:
         actions: of the parser that has all flags.
-        derived: what the arguments have besides, by path, with a value of its type.
+        own: the flags of this package, with their defaults.
+        derived: what the arguments have besides, by path, likewise.
     """
     types = {flag: type(value).__name__ for flag, value in derived.items()}
+    defaults = {flag: tuple(value) if isinstance(value, list) else value for flag, value in {**derived, **own}.items()}
     types |= {action.dest: _type_of(action) for action in actions} | OTHERWISE
     tree: dict[str, Any] = {}
     for flag in sorted(types):
         node, (*path, name) = tree, flag.split(".")
         for part in path:
             node = node.setdefault(part, {})
-        node[name] = types[flag]
+        default = defaults.get(flag, ...)
+        shown = json.dumps(default) if isinstance(default, str) else repr(default)
+        node[name] = types[flag] if default is ... else f"{types[flag]} = {shown}"
     classes: list[str] = []
 
     def add(title: str, node: dict[str, Any]) -> str:
@@ -68,8 +72,8 @@ def source(actions: Iterable[argparse.Action], derived: Mapping[str, Any]) -> st
             f"    {name}: {kind if isinstance(kind, str) else add(_titled(title, name), kind)}"
             for name, kind in node.items()
         ]
-        classes.append(f"@dataclass(frozen=True)\nclass {title}:\n" + "\n".join(fields) + "\n")
-        return title
+        classes.append(f"@dataclass(frozen=True, kw_only=True)\nclass {title}:\n" + "\n".join(fields) + "\n")
+        return title + (f" = {title}()" if all(" = " in field for field in fields) else "")
 
     add("Arguments", tree)
     return "\n\n".join((_BEGINNING, *classes))

@@ -1,5 +1,6 @@
 """Rollouts made by hand, and models that answer from a table, so that an experience maker runs without Ray."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -28,13 +29,17 @@ def arguments(*argv: str, samples: int = 4) -> SimpleNamespace:
     """The arguments of a run with ``samples`` per prompt on one trainer process."""
     base = ["--reward.remote_url", "r.py", "--vllm.num_engines", "1", "--actor.num_gpus_per_node", "1"]
     base += ["--rollout.n_samples_per_prompt", str(samples), "--rollout.micro_batch_size", "3"]
-    return upstream_parser.parse([*base, *argv])
+    args = upstream_parser.parse([*base, *argv])
+    for section, name in ((args.eval, "steps"), (args.ckpt, "save_steps")):
+        if getattr(section, name) == -1:  # as ``parse`` has it
+            setattr(section, name, math.inf)
+    return args
 
 
 def adapted(args: SimpleNamespace) -> SimpleNamespace:
     """The arguments as a CPU host has them."""
     frozen = freeze(args)
-    return thaw(changed(frozen, host.adapt(frozen)))
+    return thaw(changed(frozen, host.without_cuda(frozen)))
 
 
 @dataclass

@@ -44,8 +44,8 @@ def start_nothing(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin a run, which patches upstream and goes no further."""
     put_back(monkeypatch)
     for module, name in ((run, "run"), (run.stop, "prepare"), (run.shared_prompts, "decide"), (run.host, "start_ray")):
-        monkeypatch.setattr(module, name, lambda *values: None)
-    run.train(arguments(*argv))
+        monkeypatch.setattr(module, name, lambda *values: {})
+    run.train(freeze(arguments(*argv)))
 
 
 class FakeCluster:

@@ -19,6 +19,7 @@ from openrlhf_gtpo.training.rollout.rewards import Patience, RewardFailed
 from openrlhf_gtpo.training.rollout.turns import template_variables
 from openrlhf_gtpo.training.rows import Row
 from tests.support.fake_engines import PROMPTS, Executor, sampling, seeds
+from tests.support.rollouts import arguments
 
 
 def prompts(rows: list[Row]) -> list[str]:
@@ -49,8 +50,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, changed: Callable[[str], dict[str
 def loader(seed: int, workers: int = 0, shuffle: bool = True) -> Any:
     """A data loader as ``prepare_datasets`` asks for it, in a process whose own generator nobody seeds."""
     torch.seed()
-    args = SimpleNamespace(ds=SimpleNamespace(param_dtype="bf16"), train=SimpleNamespace())
-    strategy = Strategy(seed=seed, args=args)
+    strategy = Strategy(seed=seed, args=arguments())
     return strategy.setup_dataloader(list(range(PROMPTS)), 1, False, shuffle, None, num_workers=workers)
 
 

@@ -13,7 +13,7 @@ from openrlhf_gtpo.megatron.fp8.options import check_fp8
 from openrlhf_gtpo.megatron.parallel.layout import Layout, WorldSizeError, check_layout
 from openrlhf_gtpo.training.arguments import Actor, Arguments, Ref
 from openrlhf_gtpo.training.checks.model import Model
-from openrlhf_gtpo.training.checks.settings import Rule, refuse
+from openrlhf_gtpo.training.checks.settings import Refusal, refuse
 from openrlhf_gtpo.training.settings.megatron_flags import fp8_of, layout_of, megatron_flag, refusals_name_flags
 from openrlhf_gtpo.training.settings.megatron_overrides import parse_overrides
 
@@ -49,7 +49,7 @@ def check_megatron(args: Arguments, model: Model) -> None:
         _check_checkpoint(args, model.config)
 
 
-def _settings(args: Arguments, layout: Layout) -> Iterator[Rule]:
+def _settings(args: Arguments, layout: Layout) -> Iterator[Refusal]:
     megatron, in_fp8 = args.megatron, args.megatron.fp8 is not None
     yield (
         args.critic.model_name_or_path,

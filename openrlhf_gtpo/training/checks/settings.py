@@ -15,10 +15,10 @@ from openrlhf_gtpo.training.checks.model import Model
 from openrlhf_gtpo.training.credit.entropy_credit import entropy_credit
 from openrlhf_gtpo.training.credit.old_policy import count_rows
 
-Rule = tuple[object, str]  # whether it is broken, and the sentence that says so
+Refusal = tuple[object, str]  # whether it is broken, and the sentence that says so
 
 
-def refuse(*rules: Rule) -> None:
+def refuse(*rules: Refusal) -> None:
     """Refuse what breaks a rule.
 
     Raises:
@@ -56,7 +56,7 @@ def check_reads_text(args: Arguments, policy: Model) -> None:
         )
 
 
-def _every_run(args: Arguments) -> Iterator[Rule]:
+def _every_run(args: Arguments) -> Iterator[Refusal]:
     """What fails or misleads with every estimator."""
     from transformers import SchedulerType
 
@@ -92,7 +92,7 @@ def _every_run(args: Arguments) -> Iterator[Rule]:
     )
 
 
-def _deepspeed(args: Arguments) -> Iterator[Rule]:
+def _deepspeed(args: Arguments) -> Iterator[Refusal]:
     """What DeepSpeed 0.19.6 fails on once engines are up, or trains otherwise without a word: Muon is plain SGD
     outside zero/stage_1_and_2.py and stage3.py, a loss in fp16 is not scaled without ZeRO (engine.py, backward), and
     gradients are not added up in fp32 where ZeRO 2 divides them (stage_1_and_2.py)."""
@@ -128,7 +128,7 @@ def _deepspeed(args: Arguments) -> Iterator[Rule]:
         )
 
 
-def _shared_gpus(args: Arguments) -> Iterator[Rule]:
+def _shared_gpus(args: Arguments) -> Iterator[Refusal]:
     """Groups that would take more GPUs than they share, for which Ray waits. The other sizes upstream compares."""
     gpus = args.actor.num_nodes * args.actor.num_gpus_per_node
     if not args.train.colocate_all or (args.train.colocate_critic_reward and args.critic.model_name_or_path):
@@ -142,7 +142,7 @@ def _shared_gpus(args: Arguments) -> Iterator[Rule]:
         )
 
 
-def _entropy_weighted(args: Arguments) -> Iterator[Rule]:
+def _entropy_weighted(args: Arguments) -> Iterator[Refusal]:
     """What GTPO, GRPO-S and their kin would learn wrongly from, or nothing."""
     estimator, rollout, images = args.algo.advantage.estimator, args.rollout, args.data.max_images_per_prompt
     yield (
@@ -180,7 +180,7 @@ def _entropy_weighted(args: Arguments) -> Iterator[Rule]:
     )
 
 
-def _asynchronous(args: Arguments) -> Iterator[Rule]:
+def _asynchronous(args: Arguments) -> Iterator[Refusal]:
     """What would learn wrongly from rows of the policy of one step before, or would not be sampled as it was asked."""
     estimator, train, batch = args.algo.advantage.estimator, args.train, args.rollout.vllm_generate_batch_size
     yield (
@@ -212,7 +212,7 @@ def _asynchronous(args: Arguments) -> Iterator[Rule]:
         yield broken, f"{flag} cannot be combined with --train.async_enable: {why}; leave one of them out."
 
 
-def _in_flight(args: Arguments) -> Iterator[Rule]:
+def _in_flight(args: Arguments) -> Iterator[Refusal]:
     """What weights that change within a response would leave to chance, or unsaid."""
     yield (
         args.rollout.entropy != "sampler",

@@ -1,5 +1,5 @@
-"""The settings of estimators and surrogates, and what the two imply for OpenRLHF's flags. The fields are declared in
-``algorithms`` (``algorithms.config.setting``)."""
+"""The settings of estimators and surrogates, and what follows from the two for OpenRLHF's flags. The fields are
+declared in ``algorithms`` (``algorithms.config.setting``)."""
 
 import dataclasses
 from typing import Any
@@ -72,7 +72,7 @@ def _check_one_advantage_per_row(values: dict[str, Any], name: str, estimator: s
         raise UsageError(f"--actor.policy_loss_type {name} wants one advantage per response, but {why}; {remedy}.")
 
 
-def _imply(values: dict[str, Any], given: frozenset[str]) -> None:
+def follow_papers(values: dict[str, Any], given: frozenset[str]) -> None:
     """Fill in what the estimator and the surrogate take from their papers."""
     if values["actor.policy_loss_type"] in SURROGATES:
         _follow_surrogate(values, given)
@@ -119,7 +119,6 @@ _ALL_OF_THEM = Group(
             ),
         ),
     ),
-    imply=_imply,
     page="openrlhf.md#what-works-with-gtpo-and-grpo_s",
 )
 

@@ -17,7 +17,7 @@ from openrlhf_gtpo.training.settings.run import RUN
 from openrlhf_gtpo.training.settings.setting import Group, Need, Setting, Values
 from openrlhf_gtpo.training.settings.supervision import SUPERVISION
 
-# What the core asks of a run that no flag of its own says. A feature sets it by a flag, or where its flags imply it.
+# What the core asks of a run that no flag of its own says. A feature sets it by a flag, or in a rule.
 DERIVED: Values = {
     "rollout.is_sampled": True,  # by engines, from prompts; otherwise a feature's sampler has the rows
     "rollout.entropy": "actor",  # where the old policy's entropies come from, and
@@ -33,7 +33,7 @@ DERIVED: Values = {
 
 
 def setting_groups() -> tuple[Group, ...]:
-    """All settings, in the order of --help, and of what they imply: a preset chooses the estimator."""
+    """All settings, in the order of --help."""
     return (
         PRESET,
         RUN,
@@ -76,22 +76,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for group in setting_groups():
         if group.settings:
             group.add_to(parser)
-
-
-def adjust(args: argparse.Namespace, given: frozenset[str]) -> None:
-    """Fill in what the settings imply, for destinations not in ``given``, and name those given without effect.
-
-    Raises:
-        UsageError: a flag that contradicts the preset, the estimator's loss level or the actor's backend.
-    """
-    values = vars(args)  # by flag
-    for name, value in DERIVED.items():
-        values.setdefault(name, value)
-    # OpenRLHF takes the one value of eps_clip for both bounds.
-    chosen = given | {"actor.eps_clip_low_high"} if "actor.eps_clip" in given else given
-    for group in setting_groups():
-        group.imply(values, chosen)
-    name_unread(values, given)
 
 
 def check_ranges(values: Values) -> None:

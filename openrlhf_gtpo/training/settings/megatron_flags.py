@@ -1,4 +1,4 @@
-"""The settings of the Megatron-core actor, and what they imply for OpenRLHF's own flags."""
+"""The settings of the Megatron-core actor, and what follows for OpenRLHF's own flags."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -88,7 +88,7 @@ def refuse_stray(values: Values, given: Iterable[str]) -> None:
         raise UsageError(f"--{fp8_flags[0]} needs --megatron.fp8; add it, or leave the flag out.")
 
 
-def _imply(values: dict[str, Any], given: frozenset[str]) -> None:
+def translate_megatron(values: dict[str, Any], given: frozenset[str]) -> None:
     """Carry the Megatron actor's flags over to those that OpenRLHF reads, and vice versa.
 
     OpenRLHF hands each batch to ``ds.ring_attn_size * ds.tensor_parallel_size`` consecutive ranks, and counts its
@@ -230,6 +230,5 @@ MEGATRON = Group(
             ),
         ),
     ),
-    imply=_imply,
     page="megatron.md",
 )

@@ -48,7 +48,7 @@ PRESETS["forking_tokens"] = PRESETS["dapo"] | {"algo.advantage.estimator": "fork
 _DAPO_BUFFER_SHARE = 0.2
 
 
-def _imply(values: dict[str, Any], given: frozenset[str]) -> None:
+def fill_in_preset(values: dict[str, Any], given: frozenset[str]) -> None:
     """Fill in the preset's values, and the length of its overlong penalty."""
     preset = values["algo.preset"]
     if preset is None:
@@ -84,6 +84,5 @@ PRESET = Group(
             choices=tuple(sorted(PRESETS)),
         ),
     ),
-    imply=_imply,
     page="algorithms.md#departures",
 )

@@ -15,7 +15,7 @@ class Secret(str):
         return "'***'"
 
 
-def _imply(values: dict[str, Any], given: frozenset[str]) -> None:
+def fill_in_penalty_and_key(values: dict[str, Any], given: frozenset[str]) -> None:
     """Take GR3's factor from its paper, and W&B's key from this process's environment, which the trackers of a cluster
     do not have."""
     if values["reward.overlong_form"] == "group_rescaled" and "reward.overlong_penalty_factor" not in given:
@@ -180,5 +180,4 @@ RUN = Group(
         ),
         Ignored(("train.batch_size",), Need(_fills_a_step, "a rollout has fewer rows, which make one step")),
     ),
-    imply=_imply,
 )

@@ -13,8 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.training.arguments import Arguments
 
 Values = Mapping[str, Any]  # a parsed command line by flag, without the two dashes; None is a flag without a value
+
+# A rule before OpenRLHF's block, with the flags that were given, and one after it, which returns other values by flag:
+# ``rules.py``. Both raise UsageError for a contradiction.
+Before = Callable[[dict[str, Any], frozenset[str]], None]
+After = Callable[[Arguments], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -130,10 +136,6 @@ class Ignored:
     need: Need
 
 
-def _nothing(values: dict[str, Any], given: frozenset[str]) -> None:
-    """Imply nothing."""
-
-
 @dataclass(frozen=True)
 class Group:
     """Settings under one heading.
@@ -145,8 +147,6 @@ class Group:
         needs: what a run must have to read any of them.
         ignored: flags from elsewhere that a run with these settings does not read.
         page: where there is more about them, from ``docs``.
-        imply: takes a parsed command line by flag, and the flags ``given``; fills in what the settings imply for the
-            others, for OpenRLHF's flags and for what ``flags.DERIVED`` names. Raises UsageError for a contradiction.
     """
 
     title: str
@@ -154,7 +154,6 @@ class Group:
     settings: tuple[Setting, ...]
     needs: tuple[Need, ...] = ()
     ignored: tuple[Ignored, ...] = ()
-    imply: Callable[[dict[str, Any], frozenset[str]], None] = _nothing
     page: str | None = None
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.training.settings.setting import Bounds, Group, Setting
 
 
-def _imply(values: dict[str, Any], given: frozenset[str]) -> None:
+def refuse_restarts_without_weights(values: dict[str, Any], given: frozenset[str]) -> None:
     """Refuse restarts of engines that would get no weights."""
     if values["train.max_restarts"] and values["vllm.sync_with_ray"]:
         raise UsageError(
@@ -43,6 +43,5 @@ SUPERVISION = Group(
             page="openrlhf.md#what-is-not-finite",
         ),
     ),
-    imply=_imply,
     page="reliability.md#supervised-runs",
 )

@@ -16,7 +16,7 @@ from types import CodeType, SimpleNamespace
 from typing import Any, NoReturn
 
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.training.settings import flags
+from openrlhf_gtpo.training.settings import flags, rules
 from openrlhf_gtpo.training.settings.guard import source_path
 from openrlhf_gtpo.training.settings.values import check_values
 
@@ -41,7 +41,7 @@ class _Help(argparse.HelpFormatter):
 
 
 class ExtendedParser(argparse.ArgumentParser):
-    """An ``ArgumentParser`` for ``argv`` that adds this package's flags just before parsing and adjusts the result."""
+    """An ``ArgumentParser`` for ``argv`` that adds this package's flags just before parsing and applies its rules."""
 
     def __init__(self, argv: Sequence[str], **kwargs: Any) -> None:
         program = "python3 -m openrlhf_gtpo.cli.train_ppo_ray"
@@ -55,7 +55,7 @@ class ExtendedParser(argparse.ArgumentParser):
         flags.add_flags(self)
         self._action_groups.sort(key=lambda group: group is self._optionals)  # OpenRLHF's many come last
         parsed = super().parse_args(self._argv)
-        flags.adjust(parsed, self._given())
+        rules.complete(vars(parsed), self._given())
         check_values(vars(parsed))
         return parsed
 

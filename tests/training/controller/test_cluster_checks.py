@@ -1,6 +1,7 @@
 """A cluster or a disk on which a run would hang or die is refused, and a failure says what to do."""
 
 import errno
+import math
 import os
 import stat
 from collections.abc import Callable
@@ -95,17 +96,17 @@ def test_only_a_run_that_saves_needs_a_shared_folder(tmp_path: Path, elsewhere: 
     monkeypatch.setattr(cluster_checks.ray, "nodes", lambda: nodes)
     args = run_of(1, 1)
     kept = {"actor": args.actor, "train": args.train}
-    vars(args).update(vars(saving("none", tmp_path / "checkpoints", save_steps=-1)) | kept)
+    vars(args).update(vars(saving("none", tmp_path / "checkpoints", save_steps=math.inf)) | kept)
     fetched: list[tuple[str, bool]] = []
     monkeypatch.setattr(cluster_checks, "fetch_model", lambda name, nodes, weights: fetched.append((name, weights)))
     check_nodes(args)
     assert fetched == [("someone/something", True)]
     for flags in ({"save_steps": 5}, {"best_metric_key": ""}):  # the latter keeps the best evaluation's
-        args.ckpt = saving("none", tmp_path / "checkpoints", **{"save_steps": -1} | flags).ckpt
+        args.ckpt = saving("none", tmp_path / "checkpoints", **{"save_steps": math.inf} | flags).ckpt
         args.eval = SimpleNamespace(dataset="held_out", steps=4)
         with pytest.raises(UsageError, match="does not exist on node n2"):
             check_nodes(args)
-        args.eval.steps = -1
+        args.eval.steps = math.inf
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +125,7 @@ def saving(model: Path | str, path: Path, **ckpt: Any) -> SimpleNamespace:
     return SimpleNamespace(
         ckpt=SimpleNamespace(**values),
         actor=SimpleNamespace(model_name_or_path=str(model), lora=None),
-        eval=SimpleNamespace(dataset=None, steps=-1),
+        eval=SimpleNamespace(dataset=None, steps=math.inf),
         logger=SimpleNamespace(tensorboard_dir=None),
         train=SimpleNamespace(async_enable=False, partial_rollout_enable=False, max_staleness=1),
         rollout=SimpleNamespace(batch_size=8, n_samples_per_prompt=4, replays_routes=False),
@@ -173,7 +174,7 @@ def test_a_disk_on_which_no_checkpoint_fits_is_refused(model, tmp_path, monkeypa
     with pytest.raises(UsageError, match=r"0\.2 MB free, and one checkpoint of .* takes about 0\.2 MB; free some"):
         check(saving(model, tmp_path))
     for unchecked in (
-        saving(model, tmp_path, save_steps=-1),
+        saving(model, tmp_path, save_steps=math.inf),
         saving(model, tmp_path, disable_ds=True),
         saving("Qwen/Qwen2.5-7B", tmp_path),
     ):
@@ -182,7 +183,7 @@ def test_a_disk_on_which_no_checkpoint_fits_is_refused(model, tmp_path, monkeypa
     with pytest.raises(
         UsageError, match=r"--ckpt.output_dir .*, and the trained model takes about 0\.0 MB; free some"
     ):
-        check(saving(model, tmp_path, save_steps=-1))
+        check(saving(model, tmp_path, save_steps=math.inf))
 
 
 def task_error(cause: BaseException) -> BaseException:

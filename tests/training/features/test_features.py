@@ -9,7 +9,7 @@ from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.training import host, run
 from openrlhf_gtpo.training.feature import Feature
 from openrlhf_gtpo.training.features import FEATURES
-from openrlhf_gtpo.training.settings import flags
+from openrlhf_gtpo.training.settings import flags, rules
 from tests.support.command_lines import argv_of
 from tests.support.controllers import Group, controller, run_arguments
 from tests.training.checks.conftest import command, model  # noqa: F401  # fixtures
@@ -24,7 +24,7 @@ def test_a_run_is_checked_and_trains_without_a_feature(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     others = tuple(kind for kind in FEATURES if kind is not left_out)
-    for module in (flags, run):
+    for module in (flags, rules, run):
         monkeypatch.setattr(module, "FEATURES", others)
     args = run.parse(argv_of(command))
     run.check(args)

@@ -174,13 +174,13 @@ def test_mixtures_have_it_by_default(experts: int, command: dict[str, Any]) -> N
     checkpoint = Model("model", "--actor.model_name_or_path")
     vars(checkpoint)["config"] = config
     args = run.parse(argv_of({**command, **MEGATRON}))
-    args = changed(args, RoutingReplay(args).settle_by(checkpoint))
+    args = changed(args, RoutingReplay(args).for_model(checkpoint))
     assert RoutingReplay(args).is_on() == bool(experts)
     # vLLM's plain ones are of temperature 1, and `routing/*` compares them with the trainer's, of the run's.
     assert RoutingReplay(args).engine_args()["logprobs_mode"] == "processed_logprobs"
     if not experts:
         with pytest.raises(UsageError, match="the model has no experts"):
-            RoutingReplay(changed(args, {"rollout.routing_replay": "on"})).settle_by(checkpoint)
+            RoutingReplay(changed(args, {"rollout.routing_replay": "on"})).for_model(checkpoint)
 
 
 def test_a_dense_checkpoint_is_known_without_the_checks(

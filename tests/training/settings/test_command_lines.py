@@ -1,9 +1,9 @@
 """What command lines mean: those of tests, presets and examples, with what ``parse`` and ``check_settings`` make of
 them, on a host with GPUs and on one without.
 
-``command_lines.jsonl`` has one on each line: its words, with BASE for ``_BASE``; the arguments that are neither those
-of ``_BASE`` nor as they were given; the sentence that refuses it; and what is printed. Where a host without GPUs has
-no entry, it is the same. Paths are made up, and nothing is there.
+``command_lines.jsonl`` has one on each line: its words, with BASE for ``BASE_WORDS``; the arguments that are neither
+those of ``BASE_WORDS`` nor as they were given; the sentence that refuses it; and what is printed. Where a host without
+GPUs has no entry, it is the same. Paths are made up, and nothing is there.
 """
 
 import json
@@ -23,8 +23,8 @@ from openrlhf_gtpo.training.checks.settings import check_settings
 from openrlhf_gtpo.training.settings import upstream_parser
 from tests.support.command_lines import BASE, FixedClock, flatten
 
-_FILE = Path(__file__).with_name("command_lines.jsonl")
-_BASE = (*BASE, "--data.prompt_dataset", "rows")
+FILE = Path(__file__).with_name("command_lines.jsonl")
+BASE_WORDS = shlex.join((*BASE, "--data.prompt_dataset", "rows"))
 
 
 @pytest.fixture
@@ -69,11 +69,11 @@ def test_a_command_line_means_what_it_meant(
     """To write the file anew, also with more words, set WRITE_COMMAND_LINES=1 in the environment of this test, and
     read the difference."""
     monkeypatch.setenv(PLATFORM_VARIABLE, platform)
-    lines = [json.loads(line) for line in _FILE.read_text().splitlines()]
-    defaults, _, usual = meaning(list(_BASE), capsys)
+    lines = [json.loads(line) for line in FILE.read_text().splitlines()]
+    defaults, _, usual = meaning(shlex.split(BASE_WORDS), capsys)
     found = []
     for line in lines:
-        words = shlex.split(line["words"].replace("BASE", shlex.join(_BASE)))
+        words = shlex.split(line["words"].replace("BASE", BASE_WORDS))
         values, refused, printed = meaning(words, capsys)
         values = {k: v for k, v in sorted(values.items()) if v != defaults[k] and not is_as_given(v, k, words)}
         shown = {"values": values, "refused": refused, "printed": [text for text in printed if text not in usual]}
@@ -84,7 +84,7 @@ def test_a_command_line_means_what_it_meant(
             line.pop(platform, None)
             if now != line.get("cuda"):  # which comes first
                 line[platform] = now
-        _FILE.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+        FILE.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     expected = [line.get(platform, line["cuda"]) for line in lines]
     wrong = [(line["words"], now, then) for line, now, then in zip(lines, found, expected, strict=True) if now != then]
     assert wrong == []

@@ -495,7 +495,8 @@ def test_the_flags_are_those_that_people_have_in_their_scripts() -> None:
     """To change them, set WRITE_FLAGS=1 in the environment of this test, and read the difference; the types of a run's
     arguments are made of them, too."""
     parser = command_lines.parser(extended=True)
-    types = argument_types.source(command_lines.value_flags(parser), flags.DERIVED)
+    own = {setting.flag: setting.default for setting in flags.all_settings()}
+    types = argument_types.source(command_lines.value_flags(parser), own, flags.DERIVED)
     files = {Path(__file__).with_name("flags.txt"): listed(), Path(arguments_module.__file__): types}
     for file, text in files.items():
         if os.environ.get("WRITE_FLAGS"):

@@ -15,7 +15,7 @@ from openrlhf_gtpo.errors import Restartable, UsageError
 from openrlhf_gtpo.platform import PLATFORM_VARIABLE
 from openrlhf_gtpo.platform import gpus as gpus_here
 from openrlhf_gtpo.training import host
-from openrlhf_gtpo.training.host import Gpus, adapt, adapt_kernels, check_gpus, check_ray, gpus_of, start_ray
+from openrlhf_gtpo.training.host import Gpus, check_gpus, check_ray, gpus_of, start_ray, without_cuda, without_kernels
 from openrlhf_gtpo.training.run import parse
 from openrlhf_gtpo.training.settings import upstream_parser
 from openrlhf_gtpo.training.settings.frozen import changed, freeze
@@ -76,7 +76,7 @@ def test_a_laptop_starts_no_gpu_nodes_worth_of_processes(argv: str, sizes: tuple
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     args = freeze(upstream_parser.parse(f"{GROUP} {argv}".split()))
     before = gpus_of(args)
-    args = changed(args, adapt(args))
+    args = changed(args, without_cuda(args))
     assert gpus_of(args) == sizes
     assert args.ref.num_gpus_per_node in (2, args.actor.num_gpus_per_node)  # upstream compares groups that share
     said = capsys.readouterr().err
@@ -119,9 +119,9 @@ def test_a_gpu_does_without_compiled_kernels(
     args = freeze(upstream_parser.parse(f"{GROUP} {argv}".split()))
     capsys.readouterr()
     monkeypatch.setattr(host, "is_installed", lambda package: True)
-    assert not adapt_kernels(args) and not capsys.readouterr().err
+    assert not without_kernels(args) and not capsys.readouterr().err
     monkeypatch.setattr(host, "is_installed", lambda package: False)
-    args = changed(args, adapt_kernels(args))
+    args = changed(args, without_kernels(args))
     assert args.ds.attn_implementation == attention
     printed = capsys.readouterr().err
     assert printed.startswith(said and f"No {said}") and len(printed.splitlines()) == bool(said)

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.feature import ControllerFeature, Feature
-from openrlhf_gtpo.training.features.dumps.settings import ABSENT, DUMPS, REPLAY
+from openrlhf_gtpo.training.features.dumps.settings import ABSENT, DUMPS, REPLAY, leave_out_sampling
 
 if TYPE_CHECKING:
     from openrlhf_gtpo.training.checks.model import Model
@@ -33,15 +34,18 @@ class Dumps(Feature):
         return TokenRatios()
 
 
+def take_out_engines(args: Arguments) -> Mapping[str, Any]:
+    """Take engines and reward actor out of a replay, after OpenRLHF's own checks, which want both."""
+    return {"vllm.num_engines": 0, "reward.remote_url": (ABSENT,)} if args.train.replay_rollouts else {}
+
+
 class Replay(Feature):
     settings = REPLAY
+    before = (leave_out_sampling,)
+    after = (take_out_engines,)
 
     def is_on(self) -> bool:
         return bool(self.args.train.replay_rollouts)
-
-    def settle(self) -> Mapping[str, Any]:
-        """Take engines and reward actor out of the run, after OpenRLHF's own checks, which want both."""
-        return {"vllm.num_engines": 0, "reward.remote_url": (ABSENT,)} if self.is_on() else {}
 
     def check(self, model: "Model") -> None:
         from openrlhf_gtpo.training.features.dumps.check import check_dumps

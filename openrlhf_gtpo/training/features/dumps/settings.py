@@ -31,7 +31,7 @@ DUMPS = Group(
 ABSENT = "replay"  # so that no reward actor is made; for an agent's reward, upstream likewise sets "agent"
 
 
-def _imply(values: dict[str, Any], given: frozenset[str]) -> None:
+def leave_out_sampling(values: dict[str, Any], given: frozenset[str]) -> None:
     """Reset what a replay does not read. OpenRLHF's own checks still see an engine and a reward."""
     if values["train.replay_rollouts"] is None:
         return
@@ -67,6 +67,5 @@ REPLAY = Group(
             SAMPLES,
         ),
     ),
-    imply=_imply,
     page="viewer.md#replay",
 )

@@ -2,11 +2,12 @@
 
 from openrlhf_gtpo.training.credit.entropy_credit import captures_entropy
 from openrlhf_gtpo.training.feature import ControllerFeature, Feature
-from openrlhf_gtpo.training.features.fp8_audit.settings import FP8_AUDIT
+from openrlhf_gtpo.training.features.fp8_audit.settings import FP8_AUDIT, ask_for_forward
 
 
 class FP8Audit(Feature):
     settings = FP8_AUDIT
+    before = (ask_for_forward,)
 
     def is_on(self) -> bool:
         args = self.args

@@ -11,7 +11,7 @@ _CREDIT = Need(
 )
 
 
-def _imply(values: dict[str, Any], given: frozenset[str]) -> None:
+def ask_for_forward(values: dict[str, Any], given: frozenset[str]) -> None:
     """Have the actor's forward done, which an audit compares."""
     if steps := values["megatron.fp8_audit_steps"]:
         forward = f"--megatron.fp8_audit_steps {steps} compares the actor's forward, which would be left out"
@@ -43,6 +43,5 @@ FP8_AUDIT = Group(
         ),
     ),
     needs=(_CREDIT,),
-    imply=_imply,
     page="fp8.md",
 )

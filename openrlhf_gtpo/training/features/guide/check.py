@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.checks.model import Model
-from openrlhf_gtpo.training.checks.settings import Rule, refuse
+from openrlhf_gtpo.training.checks.settings import Refusal, refuse
 
 _FLAG = "--algo.guide.model_name_or_path"
 
@@ -32,7 +32,7 @@ def check_guide(args: Arguments, policy: Model) -> None:
         check_endpoint(args)
 
 
-def _settings(args: Arguments) -> Iterator[Rule]:
+def _settings(args: Arguments) -> Iterator[Refusal]:
     guide, samples, kl = args.algo.guide, args.rollout.n_samples_per_prompt, args.algo.kl
     for broken, other, why in (
         (
@@ -76,6 +76,7 @@ def _settings(args: Arguments) -> Iterator[Rule]:
         f"--algo.guide.num_engines {guide.num_engines} of {guide.tensor_parallel_size} GPUs each do not fit on the "
         f"{gpus} GPUs that --train.colocate_all shares; give fewer, or leave it out.",
     )
+    assert guide.gpu_memory_utilization is not None  # see describe_guide
     together = args.vllm.gpu_memory_utilization + guide.gpu_memory_utilization
     yield (  # both are awake while they sample; rescues come when the policy's sleep, if they ever do
         (guide.fraction > 0 or not args.vllm.enable_sleep) and together > 1,

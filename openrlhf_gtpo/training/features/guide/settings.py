@@ -3,7 +3,8 @@
 from typing import Any
 
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.training.host import EngineGroup
+from openrlhf_gtpo.platform import chosen_platform
+from openrlhf_gtpo.training.host import CPU_MEMORY_SHARE, EngineGroup
 from openrlhf_gtpo.training.settings.setting import SAMPLES, Bounds, Group, Ignored, Need, Setting, needs_flag
 
 _GUIDE = Need(
@@ -13,7 +14,7 @@ _GUIDE = Need(
 _ENGINES = Need(lambda values: not values["algo.guide.endpoint"], "--algo.guide.endpoint replaces the guide's engines")
 
 
-def _imply(values: dict[str, Any], given: frozenset[str]) -> None:
+def describe_guide(values: dict[str, Any], given: frozenset[str]) -> None:
     """Leave out a guide that samples nothing, refuse one without a name, and say what a run with one has."""
     if values["algo.guide.endpoint"] == "":
         raise UsageError("Expected --algo.guide.endpoint to look like http://HOST:PORT/v1, got an empty string.")
@@ -26,6 +27,9 @@ def _imply(values: dict[str, Any], given: frozenset[str]) -> None:
         values["algo.guide.model_name_or_path"] = None
     if values["algo.guide.gpu_memory_utilization"] is None:
         values["algo.guide.gpu_memory_utilization"] = values["vllm.gpu_memory_utilization"]
+    if chosen_platform() == "cpu":  # as little of its memory as the policy's engines take
+        share = min(values["algo.guide.gpu_memory_utilization"], CPU_MEMORY_SHARE)
+        values["algo.guide.gpu_memory_utilization"] = share
     if values["algo.guide.rescue_batch"]:
         values["rollout.joined_by"] = "--algo.guide.rescue_batch"
     if values["algo.guide.model_name_or_path"] and not values["algo.guide.endpoint"]:
@@ -113,6 +117,5 @@ GUIDE = Group(
     ),
     needs=(_GUIDE,),
     ignored=(Ignored(("algo.guide.[!r]*", "algo.guide.rescue_*"), SAMPLES),),  # all but a ratio_cap for its rows
-    imply=_imply,
     page="guide.md",
 )

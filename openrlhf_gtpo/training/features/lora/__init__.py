@@ -7,22 +7,26 @@ has them, ``megatron/model/adapters.py``; the reference that is the actor withou
 from collections.abc import Mapping
 from typing import Any
 
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.checks.model import Model
 from openrlhf_gtpo.training.feature import Feature
-from openrlhf_gtpo.training.features.lora.settings import LORA
+from openrlhf_gtpo.training.features.lora.settings import LORA, describe_adapters
+
+
+def size_reference(args: Arguments) -> Mapping[str, Any]:
+    """The reference is the policy: OpenRLHF compares the sizes of groups that share GPUs, and there is no other."""
+    if args.actor.lora is None:
+        return {}
+    return {"ref.num_nodes": args.actor.num_nodes, "ref.num_gpus_per_node": args.actor.num_gpus_per_node}
 
 
 class Lora(Feature):
     settings = LORA
+    before = (describe_adapters,)
+    after = (size_reference,)
 
     def is_on(self) -> bool:
         return self.args.actor.lora is not None
-
-    def settle(self) -> Mapping[str, Any]:
-        if not self.is_on():
-            return {}
-        actor = self.args.actor  # upstream compares the sizes of groups that share GPUs, and there is no other group
-        return {"ref.num_nodes": actor.num_nodes, "ref.num_gpus_per_node": actor.num_gpus_per_node}
 
     def check(self, model: Model) -> None:
         from openrlhf_gtpo.training.features.lora.check import check_lora

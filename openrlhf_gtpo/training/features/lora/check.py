@@ -12,7 +12,7 @@ from openrlhf_gtpo.lora import ALL_LINEAR, LoraOptions
 from openrlhf_gtpo.lora.folder import fingerprint, refusal, without_comparison
 from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.checks.model import Model
-from openrlhf_gtpo.training.checks.settings import Rule, refuse
+from openrlhf_gtpo.training.checks.settings import Refusal, refuse
 
 _SMALL_LR = 5e-6
 _HEADS = {"lm_head", "embed_tokens", "wte", "embed_out"}
@@ -63,7 +63,7 @@ def _check_checkpoint(args: Arguments, model: Model) -> None:
         print(f"{path} {note}", file=sys.stderr)
 
 
-def _modules(args: Arguments, model: Model) -> Iterator[Rule]:
+def _modules(args: Arguments, model: Model) -> Iterator[Refusal]:
     """What depends on the model. A name that no module has would be passed over in silence."""
     megatron, flag, lora = args.actor.backend == "megatron", "--ds.lora.target_modules", args.actor.lora
     assert lora is not None
@@ -83,7 +83,7 @@ def _modules(args: Arguments, model: Model) -> Iterator[Rule]:
     )
 
 
-def _settings(args: Arguments) -> Iterator[Rule]:
+def _settings(args: Arguments) -> Iterator[Refusal]:
     lora, ds = args.actor.lora, args.ds
     assert lora is not None
     rank, megatron = f"--ds.lora.rank {lora.rank}", args.actor.backend == "megatron"

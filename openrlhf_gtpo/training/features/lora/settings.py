@@ -1,4 +1,4 @@
-"""What OpenRLHF's ``--ds.lora.*`` imply for a run. They are its flags; both backends read them."""
+"""What follows from OpenRLHF's ``--ds.lora.*`` for a run. They are its flags; both backends read them."""
 
 from typing import Any
 
@@ -6,7 +6,8 @@ from openrlhf_gtpo.lora import LoraOptions
 from openrlhf_gtpo.training.settings.setting import Group
 
 
-def _imply(values: dict[str, Any], given: frozenset[str]) -> None:
+def describe_adapters(values: dict[str, Any], given: frozenset[str]) -> None:
+    """Say what adapters the run has, and that its reference is the policy without them."""
     if not values["ds.lora.rank"]:
         return
     targets = values["ds.lora.target_modules"]
@@ -18,4 +19,4 @@ def _imply(values: dict[str, Any], given: frozenset[str]) -> None:
     values["ref.is_actor"] = True
 
 
-LORA = Group("LoRA", "low-rank adapters in the place of all weights", (), imply=_imply, page="lora.md")
+LORA = Group("LoRA", "low-rank adapters in the place of all weights", (), page="lora.md")

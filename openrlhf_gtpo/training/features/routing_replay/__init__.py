@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.feature import ControllerFeature, EngineFeature, Feature
 from openrlhf_gtpo.training.features.routing_replay.settings import ROUTING
 
@@ -11,22 +12,25 @@ if TYPE_CHECKING:
     from openrlhf_gtpo.training.credit.loss import LossFeature
 
 
+def replay_routes(args: Arguments) -> Mapping[str, Any]:
+    """Have routes replayed where model, engines and backend may."""
+    from openrlhf_gtpo.training.features.routing_replay.check import can_replay
+
+    return {"rollout.replays_routes": can_replay(args)}
+
+
 class RoutingReplay(Feature):
     """vLLM returns the experts of each token (``vllm_capture.py``), a row carries them (``engine.py``), and in the
     ranks they take the place of the routers' own choice (``router.py``), in the old policy's forward and in training.
     """
 
     settings = ROUTING
+    after = (replay_routes,)
 
     def is_on(self) -> bool:
         return self.args.rollout.replays_routes
 
-    def settle(self) -> Mapping[str, Any]:
-        from openrlhf_gtpo.training.features.routing_replay.check import can_replay
-
-        return {"rollout.replays_routes": can_replay(self.args)}
-
-    def settle_by(self, model: "Model") -> Mapping[str, Any]:
+    def for_model(self, model: "Model") -> Mapping[str, Any]:
         from openrlhf_gtpo.training.features.routing_replay.check import has_routes
 
         return {"rollout.replays_routes": has_routes(self.args, model)}

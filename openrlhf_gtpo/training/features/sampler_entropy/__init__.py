@@ -3,20 +3,25 @@
 from collections.abc import Mapping
 from typing import Any
 
+from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.feature import ControllerFeature, EngineFeature, Feature
-from openrlhf_gtpo.training.features.sampler_entropy.settings import SAMPLER
+from openrlhf_gtpo.training.features.sampler_entropy.settings import SAMPLER, leave_out_audits
+
+
+def choose_source(args: Arguments) -> Mapping[str, Any]:
+    """Take entropies from sampler or actor where ``--rollout.entropy`` is auto."""
+    from openrlhf_gtpo.training.features.sampler_entropy.source import choose_entropy
+
+    return {"rollout.entropy": choose_entropy(args)}
 
 
 class SamplerEntropy(Feature):
     settings = SAMPLER
+    before = (leave_out_audits,)
+    after = (choose_source,)
 
     def is_on(self) -> bool:
         return self.args.rollout.entropy == "sampler"
-
-    def settle(self) -> Mapping[str, Any]:
-        from openrlhf_gtpo.training.features.sampler_entropy.source import choose_entropy
-
-        return {"rollout.entropy": choose_entropy(self.args)}
 
     def controller(self) -> ControllerFeature:
         from openrlhf_gtpo.training.features.sampler_entropy.controller import SamplerEntropyInController

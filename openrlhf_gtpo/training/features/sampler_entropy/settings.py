@@ -12,7 +12,7 @@ _AUDITED = (
 )
 
 
-def _imply(values: dict[str, Any], given: frozenset[str]) -> None:
+def leave_out_audits(values: dict[str, Any], given: frozenset[str]) -> None:
     """Rows that this run has not sampled are not audited: its policy may be another than theirs."""
     if not values["rollout.is_sampled"]:
         values["rollout.entropy_audit_steps"] = 0
@@ -52,6 +52,5 @@ SAMPLER = Group(
             needs=(*_AUDITED, needs_flag("rollout.entropy_audit_steps")),
         ),
     ),
-    imply=_imply,
     page="sampler.md",
 )
