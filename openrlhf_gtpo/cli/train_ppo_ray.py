@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 command = [sys.executable, "-m", "openrlhf_gtpo.cli.train_ppo_ray", *words]
                 status = supervise(command, args, locks)
                 if status == 0 and _log_of(args):
-                    path = Path(args.logger.metrics_path)
+                    path = Path(args.logger.metrics_path or "")  # there is one, or no log
                     words = ["run", str(path), "--png", str(path.with_name("curves.png")), "--title", str(path.parent)]
                     report.main([*words, "--model", args.ckpt.output_dir])
             else:

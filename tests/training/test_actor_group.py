@@ -22,6 +22,7 @@ from openrlhf_gtpo.training import run
 from openrlhf_gtpo.training.actors import dispatch
 from openrlhf_gtpo.training.actors.dispatch import ActorGroup, open_store
 from openrlhf_gtpo.training.actors.strategy import Strategy
+from openrlhf_gtpo.training.settings.frozen import freeze
 from tests.support.rollouts import arguments
 
 # Where Ray's PACK put 32 equal bundles on 4 nodes of 8 GPUs (ray 2.55.0): the node of each bundle.
