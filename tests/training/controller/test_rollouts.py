@@ -115,6 +115,7 @@ def plain(value: Any) -> Any:
 def without_times(saved: Any) -> Any:
     saved = plain(saved)
     for checkpoint in saved.values():
+        del checkpoint["client_states"]["origin"]["settings"]["actor.model_name_or_path"]  # a folder of its run
         for rollout in checkpoint["client_states"].get("rollouts_ahead", ()):
             del rollout["seconds"]
     return saved

@@ -13,6 +13,7 @@ from openrlhf_gtpo.errors import StoppedOnRequest, TrainingStopped
 from openrlhf_gtpo.report.metrics import read_runs
 from openrlhf_gtpo.training.actors.actor_trainer import keep_trying
 from openrlhf_gtpo.training.controller import stop
+from openrlhf_gtpo.training.controller.heartbeat import Phases
 from openrlhf_gtpo.training.controller.saving import Saver
 from openrlhf_gtpo.training.credit.experiences import Models
 from tests.support.controllers import Group, controller, run_arguments
@@ -201,11 +202,12 @@ def test_a_request_to_stop_waits_for_room(tmp_path: Path, monkeypatch: pytest.Mo
     """Whoever watches the run learns of every try."""
     waited: list[float] = []
     monkeypatch.setattr("time.sleep", waited.append)
+    beats: list[str] = []
+    monkeypatch.setattr(Phases, "show", lambda self, phase: beats.append(phase))
     for failures, ending in ((3, StoppedOnRequest), (1000, TrainingStopped)):
         folder = tmp_path / str(failures)
         run = controller(monkeypatch, run_arguments(folder, "--train.stall_timeout", "60"), FullDisk(failures))
-        beats: list[Any] = []
-        monkeypatch.setattr(run.phases, "show", beats.append)
+        beats.clear()
         run.step = 3
         stop.stop_file(run.args).touch()
         with pytest.raises(ending):
