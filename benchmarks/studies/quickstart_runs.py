@@ -25,7 +25,13 @@ def study_parser(description: str | None, name: str, *, steps: int, seeds: int) 
 
 
 def quickstart(
-    folder: Path, steps: int, seed: int, words: Sequence[str] = (), flags: Sequence[str] = (), packages: str = ""
+    folder: Path,
+    steps: int,
+    seed: int,
+    words: Sequence[str] = (),
+    flags: Sequence[str] = (),
+    packages: str = "",
+    checkout: Path | None = None,
 ) -> Path:
     """Train into ``folder``, unless that is done, and return the file of its metrics.
 
@@ -33,6 +39,7 @@ def quickstart(
         words: for the script.
         flags: for the trainer.
         packages: a folder in which its processes look for packages first.
+        checkout: of another release, whose script and environment are taken; ``folder`` is absolute then.
     """
     metrics = folder / "metrics.jsonl"
     if not metrics.exists() or rows_of(metrics, names.KIND_EVAL)[-1]["step"] != steps:
@@ -42,7 +49,7 @@ def quickstart(
         command += ["--output", str(folder), "--", *flags]
         environment = os.environ | ({"PYTHONPATH": f"{packages}:{Path.cwd()}"} if packages else {})
         with folder.with_suffix(".log").open("w") as log:
-            subprocess.run(command, check=True, stdout=log, stderr=log, env=environment)
+            subprocess.run(command, check=True, stdout=log, stderr=log, env=environment, cwd=checkout)
     return metrics
 
 

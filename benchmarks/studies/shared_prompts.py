@@ -71,10 +71,10 @@ def draw_rows(groups_: int, prompt: int, response: int, size: int, seed: int) ->
 class OnTransformers:
     """DeepSpeed's path without its engine: the policy model of ``actors/policy_model.py``."""
 
-    def __init__(self, layers: int, rows: Sequence[TokenRow], micro: int, shares: bool) -> None:
+    def __init__(self, layers: int, rows: Sequence[TokenRow], micro: int, dtype: torch.dtype, shares: bool) -> None:
         torch.manual_seed(0)
         config = AutoConfig.for_model("llama", **SMOLLM2, num_hidden_layers=layers)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
         model.config.use_cache = False
         self.actor = PolicyModel(model)
         self.actor.packing_samples = shares
@@ -104,9 +104,9 @@ class OnTransformers:
 class OnMegatron:
     """The Megatron actor's path, one rank."""
 
-    def __init__(self, layers: int, rows: Sequence[TokenRow], micro: int, shares: bool) -> None:
+    def __init__(self, layers: int, rows: Sequence[TokenRow], micro: int, dtype: torch.dtype, shares: bool) -> None:
         config = AutoConfig.for_model("llama", **SMOLLM2, num_hidden_layers=layers).to_dict()
-        self.model = random_model(config, ModelOptions(shares_prompts=shares), seed=0)
+        self.model = random_model(config, ModelOptions(dtype=dtype, shares_prompts=shares), seed=0)
         self.trainer = Trainer(self.model, OptimizerOptions())
         lengths = [len(row[0]) for row in rows]
         prompts = [Prompt.of(*row) for row in rows] if shares else None
@@ -134,6 +134,8 @@ def main() -> None:
     parser.add_argument("--micro", type=int, default=32, help="rows of a micro-batch (default: 32, the quickstart's)")
     parser.add_argument("--repeat", type=int, default=5, help="measured calls of each phase and side (default: 5)")
     parser.add_argument("--shapes", type=int, nargs="+", default=list(range(len(SHAPES))), metavar="N")
+    processor = "default: bfloat16, which a processor without AVX512_BF16 or AMX computes slower than float32"
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help=processor)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write all figures to this JSON file")
     args = parser.parse_args()
     shared_prompts.register()
@@ -144,7 +146,7 @@ def main() -> None:
     found = []
     for layers, count, prompt, response, size in (SHAPES[number] for number in args.shapes):
         rows = draw_rows(count, prompt, response, size, seed=1)
-        made = {name: make(layers, rows, args.micro) for name, make in SIDES.items()}
+        made = {name: make(layers, rows, args.micro, getattr(torch, args.dtype)) for name, make in SIDES.items()}
         sides: dict[str, Side] = {
             name: {"forward": side.forward, "training": side.train} for name, side in made.items()
         }
@@ -156,8 +158,8 @@ def main() -> None:
         shape = f"P {prompt}, R {response}, G {size}, {count} groups, {layers} layers"
         _show(shape, measured)
         found.append({"shape": shape, "sides": {name: side.as_json() for name, side in measured.items()}})
+        write_results(args.output, args, {"shapes": found})
         del made, sides
-    write_results(args.output, args, {"shapes": found})
 
 
 def _padded(rows: Sequence[TokenRow]) -> dict[str, torch.Tensor]:
