@@ -36,7 +36,7 @@ def test_every_preset_parses_to_the_papers_settings(preset: str) -> None:
     assert (args.rollout.n_samples_per_prompt, args.train.batch_size) == (16, 128)
     assert args.actor.adam.lr == learning_rate
     assert (args.data.max_len, args.rollout.max_new_tokens, args.rollout.temperature) == (6144, 4096, 1.0)
-    assert args.actor.eps_clip_low_high == [0.2, 0.28]
+    assert args.actor.eps_clip_low_high == (0.2, 0.28)
     assert args.algo.kl.init_coef == 0 and args.ckpt.load_enable and args.ckpt.save_steps > 0
     algorithm = next(name for name in ("grpo_s", "gtpo", "dapo", "grpo") if preset.startswith(f"{name}_"))
     estimator, weights = PAPER.get(algorithm, ("group_norm", {}))
@@ -86,7 +86,7 @@ def test_so_is_a_surrogate_with_its_own_clip_range(algorithm: str) -> None:
         actor = _arguments("gtpo_colocated", ALGORITHM=algorithm, SURROGATE=name).actor
         assert actor.policy_loss_type == name
         if hasattr(kind.config, "clip_low"):
-            assert actor.eps_clip_low_high == [kind.config.clip_low, kind.config.clip_high]
+            assert actor.eps_clip_low_high == (kind.config.clip_low, kind.config.clip_high)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_an_asynchronous_preset_is_the_split_one_with_the_entropies_of_the_polic
     for name in ("gtpo", "grpo_s"):  # each token's weight is min(ratio, 5), and a response's their mean
         found = vars(_arguments(preset, ALGORITHM=name).algo.advantage)
         correction = [found[f"is_correction_{part}"] for part in ("level", "mode", "gating", "threshold")]
-        assert correction == ["token", "clip", "ratio", [0.0, 5.0]]
+        assert correction == ["token", "clip", "ratio", (0.0, 5.0)]
 
 
 def test_the_environment_and_flags_of_the_trainer_win() -> None:

@@ -72,7 +72,8 @@ MEETINGS = (
         "asynchronous, filter, guide, resume",
     ),
     _meeting(
-        f"{_CONTROLLER}/test_rollouts.py::test_with_no_engine_left_a_rollout_waits_for_weights", "asynchronous, kill"
+        f"{_CONTROLLER}/test_rollouts.py::test_with_no_engine_left_what_was_asked_waits_for_weights",
+        "asynchronous, kill",
     ),
     _meeting(f"{_CONTROLLER}/test_stream.py::test_a_run_goes_on_from_any_checkpoint", "in flight, filter, resume"),
     _meeting(f"{_CONTROLLER}/test_stream.py::test_with_no_engine_left_prompts_wait_for_weights", "in flight, kill"),

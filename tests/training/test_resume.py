@@ -116,8 +116,8 @@ def _plain_row(row: Row) -> tuple[Any, ...]:
 
 
 def plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: plain(one) for name, one in value.items()}
+    if isinstance(value, dict):  # without a folder that each run has for itself
+        return {name: plain(one) for name, one in value.items() if name != "actor.model_name_or_path"}
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
@@ -210,7 +210,7 @@ def test_the_first_rollout_may_take_as_long_as_it_likes(
     with pytest.raises(StoppedOnRequest):
         again.fit()
     assert done[:2] == ["engines have loaded", "engines are watched"]
-    assert ("once" in done) == is_resumed and done[-2:] == ["goes on", "rollout"]
+    assert ("once" in done) == is_resumed and done[done.index("rollout") - 1] == "goes on"
 
 
 def test_a_fixed_kl_coefficient_is_what_the_command_line_of_the_resumed_run_says(

@@ -247,15 +247,15 @@ def test_code_of_every_model_that_is_named_is_looked_for(
 def test_code_of_a_model_of_the_hub(
     refused: Callable[..., str], with_code: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cached = tmp_path / "cache" / "models--someone--something"
+    cached = tmp_path / "cache" / "models--someone--coded"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("0" * 40)
     (cached / "snapshots").mkdir()
     with_code("config.json").rename(cached / "snapshots" / ("0" * 40))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cached.parent))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    message = refused({"--actor.model_name_or_path": "someone/something"})
-    assert message.startswith("--actor.model_name_or_path someone/something brings Python code of its own")
+    message = refused({"--actor.model_name_or_path": "someone/coded"})
+    assert message.startswith("--actor.model_name_or_path someone/coded brings Python code of its own")
     assert not (tmp_path / "mark").exists()
 
 
