@@ -23,8 +23,7 @@ from openrlhf_gtpo.report.metrics import (
 def print_run_summary(metrics: Rows) -> None:
     """Print tables: held-out reward before, after and change; metrics of the first and last step, or of the
     nearest that has them; seconds and tokens/s of a step by phase; in how many steps nothing was learned; then the
-    run's warnings, one per line. Without a
-    terminal, rich leaves out colors and the lines are plain text."""
+    run's warnings, one per line. Without a terminal, rich leaves out colors and the lines are plain text."""
     held_out = _table("Held-out reward ± standard error", "task", "before", "after", "change", "evaluations")
     for name in held_out_names(metrics):
         evaluations = len(series(metrics, names.KIND_EVAL, name)[0])

@@ -299,7 +299,7 @@ class Controller:
 
 
 def _is_due(step: int, every: float) -> bool:
-    return every > 0 and step % every == 0  # -1: never
+    return every > 0 and step % every == 0  # infinity: never
 
 
 def _why_nothing_was_trained(args: Arguments, credit: EntropyCredit | None) -> str:

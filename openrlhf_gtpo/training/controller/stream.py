@@ -55,7 +55,7 @@ class Stream(Rollouts):
         self, sampler: Any, loader: Any, engines: Engines, may_sample_ahead: Callable[[int], bool], max_staleness: int
     ) -> None:
         super().__init__(sampler, loader, engines, may_sample_ahead)
-        self._may_ask_ahead, self._max_staleness = may_sample_ahead, max_staleness
+        self._max_staleness = max_staleness
         self._ahead = steps_in_flight(max_staleness) - 1
         self._prompts: dict[int, _Prompt] = {}  # all that were drawn and not trained on, by number
         self._complete: list[_Prompt] = []  # those of them that have rows, in the order in which they came
@@ -165,8 +165,9 @@ class Stream(Rollouts):
 
     def _draw_ahead(self) -> None:
         """Draw and ask for the next step, and for as many after it as features let be sampled with these weights."""
-        ahead, per_step = 0, self._sampler.per_rollout
-        while ahead < self._ahead and self._may_ask_ahead(ahead + 1):
+        ahead, per_step, may_sample_ahead = 0, self._sampler.per_rollout, self._may_sample_ahead
+        assert may_sample_ahead is not None
+        while ahead < self._ahead and may_sample_ahead(ahead + 1):
             ahead += 1
         drawn = Counter(prompt.episode for prompt in self._prompts.values())
         while self._drawing < self._end:
