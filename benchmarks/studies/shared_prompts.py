@@ -3,9 +3,10 @@
     python3 -m benchmarks.studies.shared_prompts --output docs/results/train/shared_prompts.json
 
 A model of SmolLM2-135M's widths with random weights; rows of P prompt tokens and up to R response tokens, G to a
-prompt. The sides take turns: micro-batches of ``--micro`` padded rows (DeepSpeed's path before), the same tokens with
-prompts once, and Megatron's packed rows without and with it. Training is forward and backward, on Megatron with its
-optimizer. Peak memory is one training call's, beyond what the process held before.
+prompt. The quickstart's responses have 13 tokens on average and at most 32. The sides take turns: micro-batches of
+``--micro`` padded rows (DeepSpeed's path before), the same tokens with prompts once, and Megatron's packed rows without
+and with it. Training is forward and backward, on Megatron with its optimizer. Peak memory is one training call's,
+beyond what the process held before.
 """
 
 import os
@@ -47,23 +48,27 @@ SMOLLM2 = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
+QUICKSTART = 32  # its most tokens of a response
 # (layers, groups, P, R, G); the first are the quickstart's rows.
-SHAPES = [(30, 16, 42, 13, 8), (30, 32, 42, 13, 1), (4, 1, 512, 128, 8), (4, 1, 2048, 256, 8)]
+SHAPES = [(30, 16, 42, 32, 8), (30, 32, 42, 32, 1), (4, 1, 512, 128, 8), (4, 1, 2048, 256, 8)]
 
 
 def draw_rows(groups_: int, prompt: int, response: int, size: int, seed: int) -> list[TokenRow]:
-    """Groups' rows side by side; prompts and responses of three quarters to all of their lengths."""
+    """Groups' rows side by side; prompts of three quarters to all of their length, responses too unless they are the
+    quickstart's, most of which are short."""
     generator = torch.Generator().manual_seed(seed)
+    short = response == QUICKSTART
 
-    def draw(most: int) -> torch.Tensor:
-        length = int(torch.randint(max(1, 3 * most // 4), most + 1, (1,), generator=generator))
+    def draw(most: int, short: bool = False) -> torch.Tensor:
+        share = torch.rand(1, generator=generator).item()
+        length = 1 + int((most - 1) * share**1.5) if short else most - int(share * most / 4)
         return torch.randint(3, SMOLLM2["vocab_size"], (length,), generator=generator)
 
     rows: list[TokenRow] = []
     for _ in range(groups_):
         begin = draw(prompt)
         for _ in range(size):
-            ids = torch.cat([begin, draw(response)])
+            ids = torch.cat([begin, draw(response, short)])
             rows.append((ids, torch.arange(len(ids)) >= len(begin)))
     return rows
 
