@@ -61,7 +61,8 @@ def parse(argv: Sequence[str]) -> Arguments:
     """
     check_openrlhf()
     platform.choose()
-    return rules.completed(freeze(upstream_parser.parse(argv)))
+    given: set[str] = set()
+    return rules.completed(freeze(upstream_parser.parse(argv, given)), frozenset(given))
 
 
 def _for_model(policy: Model, args: Arguments) -> Arguments:

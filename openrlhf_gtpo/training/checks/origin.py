@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.settings.flags import DERIVED
+from openrlhf_gtpo.training.settings.frozen import by_flag
 
 ORIGIN = "origin"  # in a checkpoint, and its manifest
 
@@ -110,18 +111,11 @@ class Origin:
 
 def _settings(args: Arguments) -> dict[str, Any]:
     """The values of all flags but those that say where a run writes, by name, as JSON gives them back."""
-    found = {}
-    sections = [("", args)]
-    while sections:
-        prefix, section = sections.pop()
-        for name, value in vars(section).items():
-            name = prefix + name
-            if name.startswith(_ELSEWHERE) or (name in DERIVED and name not in _SETTINGS):
-                continue
-            if hasattr(value, "__dict__"):
-                sections.append((f"{name}.", value))
-            else:
-                found[name] = value
+    found = {
+        name: value
+        for name, value in by_flag(args).items()
+        if not name.startswith(_ELSEWHERE) and (name not in DERIVED or name in _SETTINGS)
+    }
     return json.loads(json.dumps(found, default=str))
 
 

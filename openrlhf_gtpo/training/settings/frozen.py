@@ -38,6 +38,15 @@ def thaw(arguments: Any) -> SimpleNamespace:
     return SimpleNamespace(**values)
 
 
+def by_flag(arguments: Any, prefix: str = "") -> dict[str, Any]:
+    """The values of ``arguments``, or of one of their sections, by flag."""
+    values: dict[str, Any] = {}
+    for name, value in vars(arguments).items():
+        is_section = type(value).__module__ == Arguments.__module__
+        values |= by_flag(value, f"{prefix}{name}.") if is_section else {prefix + name: value}
+    return values
+
+
 def changed(arguments: _Section, changes: Mapping[str, Any]) -> _Section:
     """A copy of ``arguments`` with other values, by flag."""
     for flag, value in changes.items():

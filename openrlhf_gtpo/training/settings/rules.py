@@ -15,7 +15,7 @@ from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.features import FEATURES
 from openrlhf_gtpo.training.settings.algorithms import follow_papers
 from openrlhf_gtpo.training.settings.flags import DERIVED, name_unread
-from openrlhf_gtpo.training.settings.frozen import changed
+from openrlhf_gtpo.training.settings.frozen import by_flag, changed
 from openrlhf_gtpo.training.settings.megatron_flags import translate_megatron
 from openrlhf_gtpo.training.settings.presets import fill_in_preset
 from openrlhf_gtpo.training.settings.run import fill_in_penalty_and_key
@@ -58,7 +58,7 @@ def after() -> dict[After, str]:
 
 
 def complete(values: dict[str, Any], given: frozenset[str]) -> None:
-    """Apply the rules before OpenRLHF's block, and name flags that were given without effect.
+    """Apply the rules before OpenRLHF's block.
 
     Args:
         values: a parsed command line by flag, which is completed.
@@ -73,15 +73,16 @@ def complete(values: dict[str, Any], given: frozenset[str]) -> None:
     chosen = given | {"actor.eps_clip_low_high"} if "actor.eps_clip" in given else given
     for rule in before():
         rule(values, chosen)
-    name_unread(values, given)
 
 
-def completed(args: Arguments) -> Arguments:
-    """``args`` after the rules that follow OpenRLHF's block.
+def completed(args: Arguments, given: frozenset[str]) -> Arguments:
+    """``args`` after the rules that follow OpenRLHF's block. Of the flags that were ``given``, those that have no
+    effect now that all values are known are named.
 
     Raises:
         UsageError: flags that contradict each other.
     """
     for rule in after():
         args = changed(args, rule(args))
+    name_unread(by_flag(args), given)
     return args

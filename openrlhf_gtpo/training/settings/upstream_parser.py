@@ -41,12 +41,13 @@ class _Help(argparse.HelpFormatter):
 
 
 class ExtendedParser(argparse.ArgumentParser):
-    """An ``ArgumentParser`` for ``argv`` that adds this package's flags just before parsing and applies its rules."""
+    """An ``ArgumentParser`` for ``argv`` that adds this package's flags just before parsing and applies its rules.
+    Flags that ``argv`` has are added to ``given``."""
 
-    def __init__(self, argv: Sequence[str], **kwargs: Any) -> None:
+    def __init__(self, argv: Sequence[str], given: set[str], **kwargs: Any) -> None:
         program = "python3 -m openrlhf_gtpo.cli.train_ppo_ray"
         super().__init__(prog=program, usage="%(prog)s --flag VALUE ...", formatter_class=_Help, **kwargs)
-        self._argv = list(argv)
+        self._argv, self._given = list(argv), given
         self._upstream_flags: frozenset[str] = frozenset()
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
@@ -55,7 +56,8 @@ class ExtendedParser(argparse.ArgumentParser):
         flags.add_flags(self)
         self._action_groups.sort(key=lambda group: group is self._optionals)  # OpenRLHF's many come last
         parsed = super().parse_args(self._argv)
-        rules.complete(vars(parsed), self._given())
+        self._given |= self._find_given()
+        rules.complete(vars(parsed), frozenset(self._given))
         check_values(vars(parsed))
         return parsed
 
@@ -64,7 +66,7 @@ class ExtendedParser(argparse.ArgumentParser):
         matches = super()._get_option_tuples(option_string)
         return [match for match in matches if match[1] in self._upstream_flags] or matches
 
-    def _given(self) -> frozenset[str]:
+    def _find_given(self) -> frozenset[str]:
         """Destinations that appear on the command line: those that a second parse does not leave untouched."""
         untouched: list[str] = []  # a list, so that a repeatable flag can add to a copy of it
         destinations = {action.dest for action in self._actions}
@@ -80,15 +82,21 @@ class ExtendedParser(argparse.ArgumentParser):
         raise UsageError(message)
 
 
-def parse(argv: Sequence[str]) -> SimpleNamespace:
+def parse(argv: Sequence[str], given: set[str] | None = None) -> SimpleNamespace:
     """Upstream's arguments and ours for ``argv``, post-processed by upstream, as the nested namespace it trains with.
+
+    Args:
+        given: the flags that ``argv`` has are added to it.
 
     Raises:
         UsageError: a flag or value that upstream or ``flags`` refuses.
         SystemExit: after ``--help``.
     """
     parsed: list[SimpleNamespace] = []
-    extended = {**vars(argparse), "ArgumentParser": functools.partial(ExtendedParser, argv)}
+    extended = {
+        **vars(argparse),
+        "ArgumentParser": functools.partial(ExtendedParser, argv, set() if given is None else given),
+    }
     namespace = {
         "argparse": SimpleNamespace(**extended),
         "datetime": datetime,
