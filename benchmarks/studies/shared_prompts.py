@@ -4,9 +4,9 @@
 
 A model of SmolLM2-135M's widths with random weights; rows of P prompt tokens and up to R response tokens, G to a
 prompt. The quickstart's responses have 13 tokens on average and at most 32. The sides take turns: micro-batches of
-``--micro`` padded rows (DeepSpeed's path before), the same tokens with prompts once, and Megatron's packed rows without
-and with it. Training is forward and backward, on Megatron with its optimizer. Peak memory is one training call's,
-beyond what the process held before.
+``--micro`` padded rows (DeepSpeed's path before), the same tokens with prompts once, and Megatron's packed rows
+without and with it. Training is forward and backward, on Megatron with its optimizer. Peak memory is one training
+call's, beyond what the process held before.
 """
 
 import os
