@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 from torch import Tensor
@@ -19,7 +20,7 @@ from openrlhf_gtpo.training.controller.step_costs import StepCosts
 from openrlhf_gtpo.training.controller.trackers import Trackers
 from openrlhf_gtpo.training.credit.entropy_credit import COMPARE_WITHIN_GROUPS, EntropyCredit
 from openrlhf_gtpo.training.credit.experiences import ExperienceMaker
-from openrlhf_gtpo.training.rows import Rollout, Row
+from openrlhf_gtpo.training.rows import Rollout, Row, ages
 
 _MOSTLY = 0.9  # of a step's responses
 
@@ -57,7 +58,7 @@ class Log:
             more[names.RESTARTS_ENGINES] = float(self.engines.restarts)
             more[names.DROPPED_PROMPTS] = float(rollout.dropped)
         if args.train.async_enable:
-            more |= self.rollouts.describe(rollout, step)
+            more |= staleness(rollout, step)
             more[names.TIMING_ROLLOUT] = rollout.seconds
             more[names.IDLE_TRAINER] = metrics[names.timing(names.GENERATION)]
         if "ppo_clip_ratio" in metrics:
@@ -190,6 +191,21 @@ def _cut_off(status: Mapping[str, Any], args: Arguments) -> str | None:
     return f"{cut * rows:.0f} of {rows:.0f} responses were cut off at {limit} before their end; give it more."
 
 
+def staleness(rollout: Rollout, step: int) -> dict[str, float]:
+    """Metrics: the steps between the policy that sampled an action and the one that trains on it in ``step``; and how
+    far apart the tokens of a group are, on average."""
+    groups: dict[int, list[np.ndarray]] = {}
+    for row in rollout.rows:
+        groups.setdefault(row.number, []).append(ages(row, rollout.version, step))
+    found = [np.concatenate(each) for each in groups.values()]
+    every = np.concatenate(found)
+    return {
+        names.STALENESS_MEAN: float(every.mean()),
+        names.STALENESS_MAX: float(every.max()),
+        names.STALENESS_SPREAD: float(np.mean([np.ptp(each) if len(each) else 0 for each in found])),
+    }
+
+
 def describe_rollout(experiences: Sequence[Experience], tokenizer: Any) -> dict[str, Any]:
     """Upstream's statistics of a step's own rows (openrlhf 0.11.2, trainer/ppo_trainer.py, _compute_rollout_stats),
     and the text of the first row, as rewards read it, with its reward."""
@@ -202,6 +218,7 @@ def describe_rollout(experiences: Sequence[Experience], tokenizer: Any) -> dict[
         "rollout/reward_mean": rewards.mean().item(),
         "rollout/reward_std": rewards.std().item() if len(rewards) > 1 else 0.0,
         "rollout/response_length_mean": lengths.mean().item(),
+        names.RESPONSE_LENGTH_MAX: lengths.max().item(),
         "rollout/truncated_rate": truncated.mean().item(),
         "rollout/num_samples": float(len(rewards)),
         "generated_samples": [text, experiences[0].info["reward"][0].item()],

@@ -13,13 +13,10 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import numpy as np
-
 from openrlhf_gtpo.errors import TrainingStopped
-from openrlhf_gtpo.report import names
 from openrlhf_gtpo.training.controller.engines import Engines
 from openrlhf_gtpo.training.rollout.packed import pack, unpack
-from openrlhf_gtpo.training.rows import Rollout, ages
+from openrlhf_gtpo.training.rows import Rollout
 
 # In a checkpoint: what was sampled, or asked for, and not trained on.
 _AHEAD, IN_FLIGHT = "rollouts_ahead", "prompts_in_flight"
@@ -110,10 +107,6 @@ class Rollouts:
     def end(self) -> None:
         """No step follows."""
 
-    def describe(self, rollout: Rollout, step: int) -> dict[str, float]:
-        """Metrics of how old the rows are that ``step`` has trained on."""
-        return staleness(rollout, step)
-
     def take_busy(self) -> float:
         """Seconds that the engines have sampled since the last call. None may sample now."""
         busy, self._busy = self._busy, 0.0
@@ -174,9 +167,3 @@ class Rollouts:
             self._episodes -= rollout.exhausted
             rollouts.append(rollout)
         return rollouts
-
-
-def staleness(rollout: Rollout, step: int) -> dict[str, float]:
-    """Metrics: the steps between the policy that sampled an action and the one that trains on it in ``step``."""
-    found = np.concatenate([ages(row, rollout.version, step) for row in rollout.rows])
-    return {names.STALENESS_MEAN: float(found.mean()), names.STALENESS_MAX: float(found.max())}

@@ -18,15 +18,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from openrlhf_gtpo.errors import TrainingStopped
-from openrlhf_gtpo.report import names
 from openrlhf_gtpo.training.controller.engines import Engines
-from openrlhf_gtpo.training.controller.rollouts import IN_FLIGHT, LOADER, Rollouts, staleness
+from openrlhf_gtpo.training.controller.rollouts import IN_FLIGHT, LOADER, Rollouts
 from openrlhf_gtpo.training.rollout.groups import Groups, Parts
 from openrlhf_gtpo.training.rollout.packed import pack, pack_json, unpack, unpack_json
-from openrlhf_gtpo.training.rows import Request, Rollout, Row, ages
+from openrlhf_gtpo.training.rows import Request, Rollout, Row
 from openrlhf_gtpo.training.settings.run import steps_in_flight
 
 _COUNTS = ("prompts", "tokens", "dropped")  # of what was sampled for the next step
@@ -114,14 +111,6 @@ class Stream(Rollouts):
     def end(self) -> None:
         """No step follows."""
         self._ended = True
-
-    def describe(self, rollout: Rollout, step: int) -> dict[str, float]:
-        """Metrics of the versions that the rollout's tokens are of."""
-        groups: dict[int, list[np.ndarray]] = {}
-        for row in rollout.rows:
-            groups.setdefault(row.number, []).append(ages(row, rollout.version, step))
-        spreads = [np.ptp(found) if len(found) else 0 for found in map(np.concatenate, groups.values())]
-        return staleness(rollout, step) | {names.STALENESS_SPREAD: float(np.mean(spreads))}
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: the place in the data, groups that are ready, prompts in flight, and counts for the next

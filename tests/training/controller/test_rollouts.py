@@ -17,7 +17,7 @@ from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import read_runs
 from openrlhf_gtpo.token_values import TokenValues
-from openrlhf_gtpo.training.controller.rollouts import staleness
+from openrlhf_gtpo.training.controller.metrics import staleness
 from openrlhf_gtpo.training.features.guide import controller as guide_module
 from openrlhf_gtpo.training.features.guide.controller import OffPolicy
 from openrlhf_gtpo.training.features.sampler_entropy.controller import SamplerEntropyInController
@@ -204,7 +204,7 @@ def test_staleness_is_that_of_the_tokens() -> None:
     known = Row("a", None, 0, tokens, mask, None, 0, None, versions=np.array([-1, 3, 4, -1], dtype=np.int32))
     unknown = Row("a", None, 0, tokens[:2], mask[:2], None, 0, None)
     ages = staleness(Rollout([known, unknown], 1, False, version=2), step=5)
-    assert ages == {names.STALENESS_MEAN: (1 + 0 + 2 + 2) / 4, names.STALENESS_MAX: 2}
+    assert ages == {names.STALENESS_MEAN: (1 + 0 + 2 + 2) / 4, names.STALENESS_MAX: 2, names.STALENESS_SPREAD: 2}
 
 
 def test_rows_are_packed_and_unpacked() -> None:
