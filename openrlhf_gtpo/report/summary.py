@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from openrlhf_gtpo.report import names
+from openrlhf_gtpo.report import bounds, names
 from openrlhf_gtpo.report.metrics import (
     Rows,
     before_and_after,
@@ -22,8 +22,9 @@ from openrlhf_gtpo.report.metrics import (
 
 def print_run_summary(metrics: Rows) -> None:
     """Print tables: held-out reward before, after and change; metrics of the first and last step, or of the
-    nearest that has them; seconds and tokens/s of a step by phase; in how many steps nothing was learned; then the
-    run's warnings, one per line. Without a terminal, rich leaves out colors and the lines are plain text."""
+    nearest that has them; seconds and tokens/s of a step by phase, with what bounds them, and what would shorten it;
+    in how many steps nothing was learned; then the run's warnings, one per line. Without a terminal, rich leaves out
+    colors and the lines are plain text."""
     held_out = _table("Held-out reward ± standard error", "task", "before", "after", "change", "evaluations")
     for name in held_out_names(metrics):
         evaluations = len(series(metrics, names.KIND_EVAL, name)[0])
@@ -46,6 +47,8 @@ def print_run_summary(metrics: Rows) -> None:
 
     # Medians: the first step warms up caches and would distort a mean.
     timing = _table("Time per step (median)", "phase", "seconds", "share", "tokens/s")
+    timing.add_column("what bounds it")
+    bound = bounds.notes(metrics)
     totals = series(metrics, names.KIND_TRAIN, names.TIMING_STEP_TOTAL)[1]
     for phase in (*names.PHASES, "step_total"):
         seconds = series(metrics, names.KIND_TRAIN, names.timing(phase))[1]
@@ -54,9 +57,16 @@ def print_run_summary(metrics: Rows) -> None:
             took = median(seconds)
             share = f"{took / median(totals):.0%}" if totals and median(totals) else "-"
             rate = f"{median(rates):{',.0f' if median(rates) >= 10 else '.2g'}}" if rates else "-"
-            timing.add_row(phase.replace("_", " "), f"{took:{'.2f' if took >= 0.1 else '.2g'}}", share, rate)
+            took_text = f"{took:{'.2f' if took >= 0.1 else '.2g'}}"
+            timing.add_row(phase.replace("_", " "), took_text, share, rate, bound.get(phase, ""))
     console = Console()
     console.print(held_out, "", training, "", timing)
+    if (outside := bounds.between_steps(metrics)) >= 1:
+        console.print(f"\nBetween steps, for evaluations and checkpoints: {outside:,.0f} s in all.", highlight=False)
+    if gains := bounds.gains(metrics):
+        console.print("\nWhat would make it faster, and how much at most, by this run's numbers:", highlight=False)
+    for gain in gains:
+        console.print(f"  {gain.factor:.2f} x: {gain.why}\n          {gain.flags}", markup=False, soft_wrap=True)
     if (clause := idle_sentence(metrics)) is not None:
         console.print(f"\n{clause[0].upper()}{clause[1:]}.", style="bold yellow", markup=False, highlight=False)
 

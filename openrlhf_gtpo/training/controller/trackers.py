@@ -9,6 +9,7 @@ from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import MetricsWriter, Rows, is_number
 from openrlhf_gtpo.training.actors.actor_trainer import keep_trying
 from openrlhf_gtpo.training.arguments import Arguments
+from openrlhf_gtpo.training.checks.offers import offers
 from openrlhf_gtpo.training.controller.wandb_run import WandbRun
 
 _SAMPLE_LENGTH = 2000  # characters kept from the end of a step's sample
@@ -73,7 +74,9 @@ class Trackers:
         if self._writer is None:
             return []
         args = self._args
-        return self._writer.begin(step, {"seed": args.train.seed, "estimator": args.algo.advantage.estimator})
+        about = {"seed": args.train.seed, "estimator": args.algo.advantage.estimator}
+        about[names.SAMPLES] = args.rollout.n_samples_per_prompt
+        return self._writer.begin(step, about | offers(args))
 
     def phase(self, name: str) -> None:
         """What the run does now, for those who watch."""

@@ -1,0 +1,111 @@
+"""Where a run's time went, what bounds each phase, and how much at most a flag would shorten it.
+
+All of it follows from the run's own numbers: a bound takes away what a flag can take away, and leaves everything else
+as it was measured. The flags are those that the run's settings allow; the trainer names them (``offer/*`` in the first
+line of ``metrics.jsonl``).
+"""
+
+from collections.abc import Iterator
+from statistics import median
+from typing import NamedTuple
+
+from openrlhf_gtpo.report import names
+from openrlhf_gtpo.report.metrics import Rows, series
+
+_WORTH = 1.02  # times as fast, from which on a flag is named
+
+
+class Gain(NamedTuple):
+    """How much faster a run would be at most.
+
+    Fields:
+        factor: seconds of the run as it was over seconds with ``flags``, at most.
+        flags: what to give.
+        why: what they take away, as a clause.
+    """
+
+    factor: float
+    flags: str
+    why: str
+
+
+def notes(rows: Rows) -> dict[str, str]:
+    """What bounds a phase, by phase; without those of which the run has no number."""
+    found = {}
+    mean, most = _median(rows, names.RESPONSE_LENGTH_MEAN), _median(rows, names.RESPONSE_LENGTH_MAX)
+    if mean and most:
+        found[names.GENERATION] = f"longest {most:,.0f} tokens, mean {mean:,.0f}"
+    forward = _median(rows, names.timing(names.OLD_LOG_PROBS))
+    if forward:
+        found[names.MAKE_EXPERIENCE] = f"forward passes {forward:.2g} s"
+    computed, tokens = _median(rows, names.TOKENS_COMPUTED), _median(rows, names.TOKENS_ROWS)
+    if computed and tokens and computed > tokens:
+        found[names.PPO_TRAIN] = f"{1 - tokens / computed:.0%} of its tokens are padding"
+    elif computed and tokens:
+        found[names.PPO_TRAIN] = f"computes {computed / tokens:.0%} of the rows' tokens"
+    return found
+
+
+def between_steps(rows: Rows) -> float:
+    """Seconds outside of steps, for evaluations and checkpoints, since each start's first step."""
+    seconds, since = 0.0, None
+    for row in sorted(rows, key=lambda row: row["time"]):
+        if row["kind"] == names.KIND_RUN and not row.get("ended"):
+            since = None
+        elif row["kind"] == names.KIND_TRAIN and names.TIMING_STEP_WALL in row:
+            if since is not None:
+                seconds += max(0.0, row["time"] - since - row[names.TIMING_STEP_WALL])
+            since = row["time"]
+        elif since is not None:  # behind the last step
+            seconds, since = seconds + row["time"] - since, row["time"]
+    return seconds
+
+
+def gains(rows: Rows) -> list[Gain]:
+    """What would have shortened the run, most first; without what gains next to nothing."""
+    offers: dict[str, str] = {}
+    for row in rows:
+        offers |= {name: text for name, text in row.items() if name.startswith(names.OFFER_PREFIX)}
+    found = [
+        Gain(before / after, offers[name], why)
+        for name, before, after, why in _bounds(rows)
+        if name in offers and before > _WORTH * after > 0
+    ]
+    return sorted(found, reverse=True)
+
+
+def _bounds(rows: Rows) -> Iterator[tuple[str, float, float, str]]:
+    """Offers with the seconds of a step, or of the run, and those that are left at least."""
+    step = _median(rows, names.TIMING_STEP_WALL)
+    phases = [_median(rows, names.timing(phase)) for phase in (*names.PHASES, names.OLD_LOG_PROBS)]
+    if step is None or None in phases[:4]:
+        return
+    sampling, _, training, _, forward = (seconds or 0.0 for seconds in phases)
+    waits = _median(rows, names.IDLE_TRAINER)
+    if waits is None:
+        why = "engines, on GPUs of their own, sample while the policy trains"
+        yield names.OFFER_ONE_STEP_OFF, step, max(sampling, step - sampling), why
+    else:
+        rollout, mean, most = (
+            _median(rows, name) or 0.0
+            for name in (names.TIMING_ROLLOUT, names.RESPONSE_LENGTH_MEAN, names.RESPONSE_LENGTH_MAX)
+        )
+        left = max(step - waits, rollout * mean / most if most else rollout)
+        yield names.OFFER_IN_FLIGHT, step, left, "engines do not wait for the longest response"
+    yield names.OFFER_SAMPLER_ENTROPY, step, step - forward, "the forward pass for entropies is left out"
+    prompts, responses, computed, tokens = (
+        _median(rows, name)
+        for name in (names.TOKENS_PROMPT, names.TOKENS_RESPONSE, names.TOKENS_COMPUTED, names.TOKENS_ROWS)
+    )
+    if samples := next((row[names.SAMPLES] for row in rows if names.SAMPLES in row), None):
+        if prompts and responses and computed and tokens:
+            once = (prompts / samples + responses) / (computed * (prompts + responses) / tokens)
+            left = step - (training + forward) * (1 - min(1.0, once))
+            yield names.OFFER_SHARED_PROMPTS, step, left, "a prompt is computed once for its responses"
+    run = between_steps(rows) + sum(series(rows, names.KIND_TRAIN, names.TIMING_STEP_WALL)[1])
+    yield names.OFFER_RARER, run, run - between_steps(rows) / 2, "evaluations and checkpoints are half as many"
+
+
+def _median(rows: Rows, name: str) -> float | None:
+    values = series(rows, names.KIND_TRAIN, name)[1]
+    return median(values) if values else None

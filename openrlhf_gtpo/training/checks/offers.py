@@ -1,0 +1,60 @@
+"""Flags that would make a run faster and that its other settings allow: what ``report run`` may advise."""
+
+import contextlib
+import io
+from collections.abc import Mapping
+from typing import Any
+
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.report import names
+from openrlhf_gtpo.training.arguments import Arguments
+from openrlhf_gtpo.training.checks.settings import check_settings
+from openrlhf_gtpo.training.settings import rules
+from openrlhf_gtpo.training.settings.frozen import changed
+
+
+def offers(args: Arguments) -> dict[str, str]:
+    """The flags by ``names.OFFER_*``, as words of a command line. Which of them gain something, the run's own numbers
+    say (``report/bounds.py``)."""
+    found: dict[str, str] = {}
+    if not args.rollout.is_sampled:
+        return found
+
+    def offer(name: str, changes: Mapping[str, Any]) -> None:
+        if name not in found and _with(args, changes) is not None:
+            words = (f"--{flag}" if value is True else f"--{flag} {value}" for flag, value in changes.items())
+            found[name] = " ".join(words)
+
+    automatic = _with(args, {"rollout.entropy": "auto"})
+    from_sampler = {"rollout.entropy": "sampler"} if args.rollout.entropy == "actor" else {}
+    if from_sampler and automatic is not None and automatic.rollout.entropy == "sampler":
+        offer(names.OFFER_SAMPLER_ENTROPY, from_sampler)
+    if not args.train.async_enable:
+        corrected = {
+            "algo.advantage.is_correction_level": "token",
+            "algo.advantage.is_correction_mode": "clip",
+            "algo.advantage.is_correction_threshold": 5,
+        }
+        corrected = corrected if args.algo.advantage.is_correction_level == "off" else {}
+        offer(names.OFFER_ONE_STEP_OFF, {"train.async_enable": True, **corrected})
+        offer(names.OFFER_ONE_STEP_OFF, {"train.async_enable": True, **from_sampler, **corrected})
+    elif not args.train.partial_rollout_enable:
+        offer(names.OFFER_IN_FLIGHT, {"train.partial_rollout_enable": True})
+    if args.train.shared_prompts == "off":
+        offer(names.OFFER_SHARED_PROMPTS, {"train.shared_prompts": "on"})
+    every = {"eval.steps": args.eval.steps if args.eval.dataset else 0, "ckpt.save_steps": args.ckpt.save_steps}
+    rarer = {flag: 2 * int(steps) for flag, steps in every.items() if 0 < steps < float("inf")}
+    if rarer:
+        offer(names.OFFER_RARER, rarer)
+    return found
+
+
+def _with(args: Arguments, changes: Mapping[str, Any]) -> Arguments | None:
+    """What ``args`` become with ``changes``; None if the run would be refused. Says nothing."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        try:
+            found = rules.completed(changed(args, changes), frozenset())
+            check_settings(found)
+        except UsageError:
+            return None
+    return found
