@@ -78,10 +78,6 @@ def _every_run(args: Arguments) -> Iterator[Refusal]:
         "--vllm.sync_checksum cannot be combined with --actor.freeze_visual_encoder, which sends a part of the model; "
         "leave one of them out.",
     )
-    yield (
-        args.ckpt.load_tag is not None and not args.ckpt.load_enable,
-        "--ckpt.load_tag chooses the checkpoint to go on from; give --ckpt.load_enable with it.",
-    )
     yield (  # upstream takes it, and inf times an advantage of 0 is NaN
         args.actor.dual_clip == math.inf,
         "Expected a finite --actor.dual_clip > 1, got inf; leave it out to bound nothing.",
