@@ -5,7 +5,6 @@ OpenRLHF, vLLM or DeepSpeed refuse within the first minute is left to them, and 
 a setting is up to upstream.
 """
 
-import math
 from collections.abc import Iterator
 
 from openrlhf_gtpo.algorithms import ESTIMATORS
@@ -77,10 +76,6 @@ def _every_run(args: Arguments) -> Iterator[Refusal]:
         args.vllm.sync_checksum and args.actor.freeze_visual_encoder,
         "--vllm.sync_checksum cannot be combined with --actor.freeze_visual_encoder, which sends a part of the model; "
         "leave one of them out.",
-    )
-    yield (  # upstream takes it, and inf times an advantage of 0 is NaN
-        args.actor.dual_clip == math.inf,
-        "Expected a finite --actor.dual_clip > 1, got inf; leave it out to bound nothing.",
     )
     yield (
         args.rollout.is_sampled and not args.data.prompt_dataset,

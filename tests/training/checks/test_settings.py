@@ -103,7 +103,6 @@ def test_upstreams_estimators_are_held_to_what_always_fails(
             "--rollout.max_new_tokens --data.max_len",
         ),
         ({"--actor.dual_clip": 0.5}, "dual_clip 0.5"),
-        ({"--actor.dual_clip": math.inf}, "--actor.dual_clip"),
         ({"--actor.eps_clip_low_high": [1.5, 4]}, "clip_low=1.5"),
         ({"--actor.eps_clip_low_high": [0.2, math.inf]}, "clip_high=inf"),
         ({"--rollout.temperature": 0}, "--rollout.temperature"),
