@@ -232,7 +232,9 @@ def check_ray() -> None:
     try:
         if address.startswith("http"):
             raise ValueError("a dashboard, which takes `ray job submit`")
-        connect(address)
+        parts = urlsplit(address if "//" in address else f"//{address}")
+        if parts.port is not None:
+            socket.create_connection((parts.hostname or "", parts.port), timeout=5).close()
     except (OSError, ValueError) as error:
         raise _no_ray(error) from error
 
@@ -242,15 +244,3 @@ def _no_ray(error: Exception) -> UsageError:
         f"No Ray cluster answers at RAY_ADDRESS={os.environ.get('RAY_ADDRESS')} ({error}); start one there, or unset "
         "RAY_ADDRESS to have Ray started on this host."
     )
-
-
-def connect(url: str, default_port: int | None = None) -> None:
-    """Check that something listens at the host and port of ``url``; do nothing without a port.
-
-    Raises:
-        OSError, ValueError: nothing listens there, or the port is invalid.
-    """
-    parts = urlsplit(url if "//" in url else f"//{url}")
-    port = parts.port or default_port
-    if port is not None:
-        socket.create_connection((parts.hostname or "", port), timeout=5).close()

@@ -284,11 +284,11 @@ def test_answers_that_other_weights_or_another_reward_have_scored_are_refused(
     shutil.copy(reasoning_gym_reward.__file__, grader)
     changed = {"model": model, "reward.remote_url": grader, "eval.n_samples_per_prompt": 2, "eval.temperature": 0.5}
     monkeypatch.setattr(answers, "load_engine", lambda *_: Engine())
-    (tmp_path / "one.py").write_text("print('read once')\ndef reward_func(query): ...")
+    (tmp_path / "one.py").write_text("print('read once')")
     other = changed | {"reward.remote_url": tmp_path / "one.py", "eval.dataset": place / "task" / "eval.jsonl"}
     assert evaluate.main(command(tmp_path, "one", **other)) == 2
     said = capsys.readouterr()
-    assert "one.py: reward_func is called with three lists" in said.err and said.out.count("read once") == 1
+    assert "has no attribute 'reward_func'" in said.err and said.out.count("read once") == 1
     assert evaluate.main(command(tmp_path, "out", **changed, **{"eval.dataset": place / "task" / "eval.jsonl"})) == 0
     noted = json.loads((tmp_path / "out" / "scores.json").read_text())["settings"]["eval"]
     assert (noted["temperature"], noted["n"]) == (0.5, 2)

@@ -14,12 +14,11 @@ from typing import Any
 
 from openrlhf_gtpo.errors import UsageError, one_line
 from openrlhf_gtpo.training.arguments import Arguments
-from openrlhf_gtpo.training.host import connect
 
 
 def check_reward(args: Arguments) -> Any:
-    """Refuse an agent, reward function or server that cannot be used, of which the run would hear once it has
-    sampled. Returns the agent's ``AgentExecutor``; None without one."""
+    """Refuse an agent or reward function that cannot be imported, of which the run would hear once it has sampled.
+    Returns the agent's ``AgentExecutor``; None without one."""
     urls = args.reward.remote_url
     if args.train.agent_func_path:
         return import_file(args.train.agent_func_path, "--train.agent_func_path", "AgentExecutor")
@@ -36,28 +35,12 @@ def check_reward(args: Arguments) -> Any:
         for url in urls:
             if not url.startswith(("http://", "https://")):
                 raise UsageError(f"Expected --reward.remote_url to be a .py file or to begin with http://, got {url}.")
-            try:
-                connect(url, 443 if url.startswith("https:") else 80)
-            except (OSError, ValueError) as error:
-                raise UsageError(f"--reward.remote_url {url}: no reward server answers there ({error}).") from error
     return None
 
 
 def import_reward(file: str) -> Callable[..., Any]:
-    """Return ``reward_func`` from a Python file; refuse what OpenRLHF cannot call."""
-    reward_func = import_file(file, "--reward.remote_url", "reward_func")
-    try:
-        inspect.signature(reward_func).bind([], [], [], **({"responses": []} if takes_responses(reward_func) else {}))
-    except TypeError as error:
-        raise UsageError(
-            f"--reward.remote_url {file}: reward_func is called with three lists, (queries, prompts, labels), and "
-            f"responses by name if it has such an argument, which it does not take: {error}."
-        ) from error
-    except ValueError:  # a compiled function may have no signature to read
-        pass
-    if inspect.iscoroutinefunction(reward_func):
-        raise UsageError(f"--reward.remote_url {file}: OpenRLHF does not await reward_func; write it without async.")
-    return reward_func
+    """``reward_func`` of a Python file."""
+    return import_file(file, "--reward.remote_url", "reward_func")
 
 
 def takes_responses(function: Callable[..., Any]) -> bool:

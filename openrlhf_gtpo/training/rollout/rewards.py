@@ -20,7 +20,7 @@ from openrlhf_gtpo.errors import TrainingStopped, one_line
 from openrlhf_gtpo.platform.patience import since
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.training.arguments import Arguments
-from openrlhf_gtpo.training.checks.reward import import_file, takes_responses
+from openrlhf_gtpo.training.checks.reward import import_reward, takes_responses
 
 T = TypeVar("T")
 
@@ -154,7 +154,7 @@ class StrictRewardExecutor(SingleTurnAgentExecutor):
         super().__init__(None if files else remote_rm_url)  # a file's module would not be in sys.modules
         if files:
             self.reward_endpoints = files
-            self.reward_func = import_file(files[0], "--reward.remote_url", "reward_func")
+            self.reward_func = import_reward(files[0])
         self._source = " or ".join(self.reward_endpoints)  # upstream takes turns among several servers
         self._patience = patience
         self._threads = asyncio.Semaphore(_THREADS)

@@ -1,7 +1,6 @@
 """A run's reward works, or is refused in one sentence before any engine starts."""
 
 import shutil
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,6 @@ pytestmark = pytest.mark.usefixtures("no_engine")
         ("import sys\nsys.exit(3)\n", "cannot be used: SystemExit: 3"),
         ("raise ValueError('two\\nlines')\n", "cannot be used: ValueError: two lines"),
         ("def reward(queries, prompts, labels): ...\n", "has no attribute 'reward_func'"),
-        ("reward_func = 3\n", "which it does not take: 3 is not a callable object."),
-        ("def reward_func(queries, prompts): ...\n", "which it does not take: too many positional arguments."),
-        ("async def reward_func(queries, prompts, labels): ...\n", "OpenRLHF does not await reward_func"),
-        ("def reward_func(q, p, labels, scale): ...\n", "does not take: missing a required argument: 'scale'."),
     ],
 )
 def test_a_reward_function_that_cannot_be_used(
@@ -36,20 +31,6 @@ def test_a_reward_function_that_cannot_be_used(
     path.write_text(source)
     found = refused({"--reward.remote_url": path})
     assert found.startswith(f"--reward.remote_url {path}") and message in found
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "def reward_func(queries, prompts, labels, scale=1): ...\n",
-        "def reward_func(*lists): ...\n",
-        "class Reward:\n    def __call__(self, q, p, ls): ...\n\n\nreward_func = Reward()\n",
-        "reward_func = max\n",
-    ],
-)
-def test_a_reward_function_that_takes_three_lists(command: dict[str, Any], tmp_path: Path, source: str) -> None:
-    (tmp_path / "reward.py").write_text(source)
-    check(parse(argv_of(command)))
 
 
 def test_a_reward_that_is_not_there(refused: Callable[..., str], tmp_path: Path) -> None:
@@ -70,16 +51,6 @@ def test_several_reward_models_are_refused_as_openrlhf_loads_only_one(
     assert refused(two).startswith(f"--reward.model_name_or_path {model},{model} is not a folder")
     one = two | {"--reward.model_name_or_path": shutil.copytree(model, tmp_path / "a,b")}
     check(parse(argv_of(command | one)))
-
-
-def test_a_reward_server_that_does_not_answer(refused: Callable[..., str]) -> None:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]  # bound, but nobody listens
-        url = f"http://127.0.0.1:{port}/get_reward"
-        message = refused({"--reward.remote_url": url})
-        assert message.startswith(f"--reward.remote_url {url}: no reward server answers there")
-    assert "no reward server answers there" in refused({"--reward.remote_url": "http://127.0.0.1:99999/"})
 
 
 def test_a_reward_that_is_no_python_file(refused: Callable[..., str], tmp_path: Path) -> None:
