@@ -17,7 +17,7 @@ from openrlhf_gtpo.training.checks.megatron import check_megatron
 from openrlhf_gtpo.training.checks.model import Model
 from openrlhf_gtpo.training.checks.results import check_earlier_runs
 from openrlhf_gtpo.training.checks.reward import check_reward
-from openrlhf_gtpo.training.checks.settings import check_reads_text, check_settings
+from openrlhf_gtpo.training.checks.settings import check_images, check_settings
 from openrlhf_gtpo.training.controller import stop
 from openrlhf_gtpo.training.controller.checkpoint_disk import check_room
 from openrlhf_gtpo.training.feature import Feature
@@ -88,7 +88,7 @@ def check(args: Arguments) -> None:
         model.check_code("--actor.trust_remote_code")  # before anything reads more of a checkpoint
         model.check_files()
     policy.check_transferable()  # to vLLM
-    check_reads_text(args, policy)
+    check_images(args, policy)
     check_megatron(args, policy)  # layout, FP8, what the Megatron actor does not do
     policy.check_vocabulary()
     if args.rollout.is_sampled:

@@ -68,7 +68,7 @@ def _settings(args: Arguments, layout: Layout) -> Iterator[Refusal]:
         f"--train.full_determinism_enable cannot be combined with NVTE_ALLOW_NONDETERMINISTIC_ALGO={nondeterministic} "
         "in the environment; unset it, or leave the flag out.",
     )
-    images, aux_loss = args.data.max_images_per_prompt, args.actor.aux_loss_coef
+    aux_loss = args.actor.aux_loss_coef
     for broken, flag, remedy in (
         (args.train.enable_ema, "--train.enable_ema", "leave it out"),
         (args.ds.adam_offload, "--ds.adam_offload", "give --megatron.offload to move states to host memory"),
@@ -76,7 +76,6 @@ def _settings(args: Arguments, layout: Layout) -> Iterator[Refusal]:
         (args.actor.optim != "adam", f"--actor.optim {args.actor.optim}", "give adam"),
         (aux_loss > 0, f"--actor.aux_loss_coef {aux_loss:g}", "leave it at 0"),
         (args.vllm.sync_with_ray, "--vllm.sync_with_ray", "leave it out"),
-        (images > 0, f"--data.max_images_per_prompt {images}", "use text prompts"),
     ):
         yield broken, f"{flag} is not offered by {_BACKEND}; {remedy}, or use --actor.backend deepspeed."
     yield (

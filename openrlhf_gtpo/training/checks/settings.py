@@ -42,16 +42,25 @@ def check_settings(args: Arguments) -> None:
     _check_algorithm(args)
 
 
-def check_reads_text(args: Arguments, policy: Model) -> None:
-    """Refuse a policy that reads images with entropy credit, of which its image positions have none yet.
+def check_images(args: Arguments, policy: Model) -> None:
+    """Refuse images where a run would leave them out without a word, or lose them with a checkpoint.
 
     Raises:
-        UsageError: it does.
+        UsageError: it would, or entropy credit is asked for a policy that reads images.
     """
-    if args.algo.advantage.estimator in ESTIMATORS and policy.reads_images:
+    estimator, images = args.algo.advantage.estimator, args.data.max_images_per_prompt
+    if estimator in ESTIMATORS and (images or policy.reads_images):
         raise UsageError(
-            f"{policy} is a vision-language model, whose image positions have no entropy credit yet; use a text model "
-            "or one of OpenRLHF's own estimators."
+            f"--algo.advantage.estimator {estimator} has no credit for image positions yet, which {policy} with "
+            f"--data.max_images_per_prompt {images} reads; use a text model, or one of OpenRLHF's own estimators."
+        )
+    without = ["--train.async_enable"] if args.train.async_enable else []  # its checkpoints hold rows
+    without += [f"{group.flags}.*" for group in args.vllm.others]
+    without += [] if args.rollout.is_sampled else ["rows that the run does not sample"]
+    if images and without:
+        raise UsageError(
+            f"--data.max_images_per_prompt {images} cannot be combined with {without[0]}, which has no images; leave "
+            "one of them out."
         )
 
 
@@ -135,17 +144,17 @@ def _shared_gpus(args: Arguments) -> Iterator[Refusal]:
 
 def _entropy_weighted(args: Arguments) -> Iterator[Refusal]:
     """What GTPO, GRPO-S and their kin would learn wrongly from, or nothing."""
-    estimator, rollout, images = args.algo.advantage.estimator, args.rollout, args.data.max_images_per_prompt
+    estimator, rollout = args.algo.advantage.estimator, args.rollout
     yield (
         rollout.n_samples_per_prompt < 2,
         f"Expected --rollout.n_samples_per_prompt >= 2, which {estimator} compares, got "
         f"{rollout.n_samples_per_prompt}.",
     )
-    for broken, flag, why in (
-        (images > 0, f"--data.max_images_per_prompt {images}", "image positions have no entropy credit yet"),
-        (rollout.top_p != 1, f"--rollout.top_p {rollout.top_p:g}", "entropies are those of the whole distribution"),
-    ):
-        yield broken, f"{flag} cannot be combined with --algo.advantage.estimator {estimator}: {why}; leave it out."
+    yield (
+        rollout.top_p != 1,
+        f"--rollout.top_p {rollout.top_p:g} cannot be combined with --algo.advantage.estimator {estimator}: entropies "
+        "are those of the whole distribution; leave it out.",
+    )
     yield (
         ESTIMATORS[estimator].leaves_out and args.algo.kl.init_coef > 0 and not args.algo.kl.use_loss,
         f"--algo.advantage.estimator {estimator} leaves out the tokens that it gives no credit, and the KL in the "
@@ -193,11 +202,6 @@ def _asynchronous(args: Arguments) -> Iterator[Refusal]:
             batch > args.rollout.batch_size,
             f"--rollout.vllm_generate_batch_size {batch}",
             f"a rollout has --rollout.batch_size {args.rollout.batch_size} prompts",
-        ),
-        (
-            args.data.max_images_per_prompt > 0,
-            f"--data.max_images_per_prompt {args.data.max_images_per_prompt}",
-            "a checkpoint has no place for the images of the rollout that is ahead",
         ),
     ):
         yield broken, f"{flag} cannot be combined with --train.async_enable: {why}; leave one of them out."

@@ -94,6 +94,10 @@ def test_what_a_guide_goes_with(guided: dict[str, Any], changes: dict[str, Any])
             "--algo.advantage.estimator",
         ),
         (
+            {"--algo.advantage.estimator": "group_norm", "--data.max_images_per_prompt": 1},
+            "--data.max_images_per_prompt --algo.guide",
+        ),
+        (
             {"--train.colocate_all": True, "--algo.guide.num_engines": 2},
             "--algo.guide.num_engines --train.colocate_all",
         ),

@@ -166,7 +166,6 @@ def test_deepspeed_is_not_held_to_these_rules(command: dict[str, Any]) -> None:
         ({"--actor.optim": "muon"}, "--actor.optim"),
         ({"--actor.aux_loss_coef": 0.01}, "--actor.aux_loss_coef"),
         ({"--vllm.sync_with_ray": True}, "--vllm.sync_with_ray"),
-        ({"--data.max_images_per_prompt": 1}, "--data.max_images_per_prompt"),
         ({"--actor.model_name_or_path": None}, "--actor.model_name_or_path"),
         ({"--actor.model_name_or_path": "/nowhere"}, "--actor.model_name_or_path"),
     ],

@@ -152,7 +152,7 @@ def test_a_vision_language_model(
 ) -> None:
     path = copy_model(model, tmp_path / "sees")
     (path / "config.json").write_text('{"model_type": "qwen2_vl", "vision_config": {}}')
-    assert "is a vision-language model" in refused({"--actor.model_name_or_path": path})
+    assert "has no credit for image positions yet" in refused({"--actor.model_name_or_path": path})
     upstreams = {"--algo.advantage.estimator": "group_norm", "--actor.model_name_or_path": path}
     check(parse(argv_of(command | upstreams)))
 

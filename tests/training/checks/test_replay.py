@@ -93,7 +93,7 @@ def test_files_that_are_no_whole_dumps(refused: Callable[..., str], dump: Callab
         ({"--logger.dump_rollouts": 1}, "cannot be combined with --logger.dump_rollouts, which would write again"),
         (
             {"--algo.advantage.estimator": "group_norm", "--data.max_images_per_prompt": 1},
-            "cannot be combined with --data.max_images_per_prompt, since dumps hold no images",
+            "--data.max_images_per_prompt 1 cannot be combined with rows that the run does not sample",
         ),
         ({"--rollout.top_p": 0.9}, "--rollout.top_p 0.9 cannot be combined with --algo.advantage.estimator gtpo"),
         (

@@ -38,10 +38,6 @@ def check_dumps(args: Arguments, model: Model) -> None:
             f"{combined} --logger.dump_rollouts, which would write again what the run reads; leave one of them out.",
         ),
         (
-            args.data.max_images_per_prompt,
-            f"{combined} --data.max_images_per_prompt, since dumps hold no images; leave one of them out.",
-        ),
-        (
             args.train.async_enable,
             f"{combined} --train.async_enable, as there is nothing to sample; leave one of them out.",
         ),

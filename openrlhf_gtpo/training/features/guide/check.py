@@ -55,7 +55,6 @@ def _settings(args: Arguments) -> Iterator[Refusal]:
             "--train.partial_rollout_enable",
             "as its rows are of no version of the policy",
         ),
-        (args.data.max_images_per_prompt > 0, "--data.max_images_per_prompt", "as the guide is given only text"),
     ):
         yield broken, f"{_FLAG} cannot be combined with {other}, {why}; leave one of them out."
     yield (

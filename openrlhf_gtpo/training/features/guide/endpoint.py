@@ -66,6 +66,7 @@ class Endpoint:
             EngineDeadError: the server no longer answers, or no longer answers us.
             TrainingStopped: the server refuses the request, or its response has no token ids or log-probs.
         """
+        assert "multi_modal_data" not in prompt, "a server gets text alone"
         tokens = prompt["prompt_token_ids"]
         try:
             answer = await self._client.completions.create(**request(self._model, tokens, _sampling(params)))
