@@ -22,13 +22,10 @@ from openrlhf_gtpo.training.rows import Row
 from tests.support.fake_engines import respond
 
 
-def run_with(
-    url: str, model: str = "guide", max_len: int = 64, temperature: float = 0.7, top_p: float = 1.0
-) -> SimpleNamespace:
+def run_with(url: str, temperature: float, top_p: float) -> SimpleNamespace:
     """The arguments of a run with a guide at ``url``."""
     return SimpleNamespace(
-        algo=SimpleNamespace(guide=SimpleNamespace(endpoint=url, model_name_or_path=model)),
-        data=SimpleNamespace(max_len=max_len),
+        algo=SimpleNamespace(guide=SimpleNamespace(endpoint=url, model_name_or_path="guide")),
         rollout=SimpleNamespace(temperature=temperature, top_p=top_p),
     )
 
@@ -43,8 +40,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
         self.asked: list[dict[str, Any]] = []
-        self.status, self.max_model_len = 200, 64
-        self.changes: dict[str, Any] = {}  # to the one choice
+        self.status = 200
         self.is_raw = False
         self.may_answer, self.waiting = threading.Event(), 0
         self.may_answer.set()
@@ -56,8 +52,7 @@ class Server(ThreadingHTTPServer):
         highest = -1e-5 if surely else (-0.25 + 1e-3 * (len(self.asked) % 3)) / scale  # with arithmetic noise
         said = {"token_logprobs": [-0.25, -0.5], "top_logprobs": [{"4": highest} | sampled, {"2": -0.5}]}
         said |= {"tokens": ["4", "2"], "text_offset": [0, 1]}
-        choice = {"index": 0, "text": "42", "logprobs": said, "finish_reason": "stop", "token_ids": [52, 50]}
-        return choice | self.changes
+        return {"index": 0, "text": "42", "logprobs": said, "finish_reason": "stop", "token_ids": [52, 50]}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -67,7 +62,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path != "/v1/models":
             return self.say(404, {"detail": "Not Found"})
         model = {"id": "guide", "object": "model", "created": 0, "owned_by": "vllm"}
-        return self.say(200, {"object": "list", "data": [model | {"max_model_len": self.server.max_model_len}]})
+        return self.say(200, {"object": "list", "data": [model]})
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -225,8 +220,11 @@ def test_a_busy_server_is_alive(server: Server) -> None:
 
 
 def test_log_probs_before_temperature_are_refused_where_they_differ(server: Server) -> None:
+    others = (0.7, 1.0), (1.0, 0.9)
+    for temperature, top_p in others:
+        check_endpoint(run_with(server.url, temperature, top_p))
     server.is_raw = True
-    check_endpoint(run_with(server.url, temperature=1.0))
-    for temperature, top_p in ((0.7, 1.0), (1.0, 0.9)):
+    check_endpoint(run_with(server.url, 1.0, 1.0))
+    for temperature, top_p in others:
         with pytest.raises(UsageError, match="before temperature and top-p.*--logprobs-mode processed_logprobs"):
-            check_endpoint(run_with(server.url, temperature=temperature, top_p=top_p))
+            check_endpoint(run_with(server.url, temperature, top_p))

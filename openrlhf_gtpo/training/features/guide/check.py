@@ -24,7 +24,6 @@ def check_guide(args: Arguments, policy: Model) -> None:
     guide.check_code("--actor.trust_remote_code")
     if not args.algo.guide.endpoint:
         guide.check_weights()
-        _check_length(guide, args.data.max_len)
     _check_same_tokenizer(policy, guide)
     if args.algo.guide.endpoint:
         from openrlhf_gtpo.training.features.guide.endpoint_requests import check_endpoint
@@ -75,25 +74,6 @@ def _settings(args: Arguments) -> Iterator[Refusal]:
         f"--algo.guide.num_engines {guide.num_engines} of {guide.tensor_parallel_size} GPUs each do not fit on the "
         f"{gpus} GPUs that --train.colocate_all shares; give fewer, or leave it out.",
     )
-    assert guide.gpu_memory_utilization is not None  # see describe_guide
-    together = args.vllm.gpu_memory_utilization + guide.gpu_memory_utilization
-    yield (  # both are awake while they sample; rescues come when the policy's sleep, if they ever do
-        (guide.fraction > 0 or not args.vllm.enable_sleep) and together > 1,
-        "Expected --vllm.gpu_memory_utilization and --algo.guide.gpu_memory_utilization of engines on the same GPUs "
-        f"(--train.colocate_all) to be at most 1 together, got {together:g}.",
-    )
-
-
-def _check_length(guide: Model, max_len: int) -> None:
-    """Refuse a ``--data.max_len`` beyond the guide's positions, which vLLM refuses too, but of a guide only after the
-    policy has loaded. One whose rotary embedding is scaled is left to vLLM, which knows by how much (0.29,
-    config/model.py, _get_and_verify_max_len)."""
-    text = guide.config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    ropes = [rope, *(parameters for parameters in rope.values() if isinstance(parameters, dict))]
-    longest = getattr(text, "max_position_embeddings", None) or math.inf
-    if max_len > longest and all(parameters.get("rope_type", "default") == "default" for parameters in ropes):
-        raise UsageError(f"--data.max_len {max_len} exceeds the {longest} positions of {guide}.")
 
 
 def _check_same_tokenizer(policy: Model, guide: Model) -> None:

@@ -6,7 +6,6 @@ nor vLLM, as the endpoint is checked before a run starts.
 import os
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx2  # openai depends on it
 import openai  # vLLM depends on it
@@ -52,40 +51,26 @@ def sampled(choice: Any) -> tuple[list[int], list[float]]:
 
 
 def check_endpoint(args: Arguments) -> None:
-    """Refuse a server that cannot be the run's guide.
+    """Refuse a server that gives log-probs before temperature and top-p, where it does not sample by those: ratios to
+    the guide would be wrong, and nothing would say so.
 
     Raises:
-        UsageError: no server answers, or it does not serve the guide, rows of the run's length, or the fields that
-            are needed of a response.
+        UsageError: it does, or does not answer as it has to.
     """
-    guide, max_len = args.algo.guide, args.data.max_len
-    said, model = f"--algo.guide.endpoint {guide.endpoint}", guide.model_name_or_path
-    moves = False
+    guide, rollout, moves = args.algo.guide, args.rollout, False
+    if (rollout.temperature, rollout.top_p) == (1, 1):
+        return
+    said = f"--algo.guide.endpoint {guide.endpoint}"
     try:
-        parts = urlsplit(guide.endpoint)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
-            raise ValueError("it is not of the form http://HOST:PORT/v1.")
         client = openai.OpenAI(base_url=guide.endpoint, api_key=api_key(), max_retries=0, timeout=_LOOK_LIMIT)
-        served = {one.id: one for one in client.models.list()}
-        if model not in served:
-            raise ValueError(
-                f"it serves {', '.join(sorted(served)) or 'no model'}, and not --algo.guide.model_name_or_path "
-                f"{model}; start it with --served-model-name {model}, or give another."
-            )
-        longest = getattr(served[model], "max_model_len", None)
-        if longest is not None and longest < max_len:
-            raise ValueError(
-                f"it serves rows of at most {longest} tokens, and --data.max_len is {max_len}; start it with "
-                f"--max-model-len {max_len}."
-            )
         for token in _PROBES:
-            cold, warm = (_highest_log_prob(client, model, token, temperature) for temperature in (0.5, 1.0))
+            cold, warm = (
+                _highest_log_prob(client, guide.model_name_or_path, token, temperature) for temperature in (0.5, 1.0)
+            )
             moves |= abs(cold - warm) > _NOISE
-    except openai.APIError as error:
-        raise UsageError(f"{said} does not answer as an http://HOST:PORT/v1 would: {one_line(error)}") from error
-    except (httpx2.InvalidURL, ValueError, AttributeError, LookupError, TypeError) as error:
-        raise UsageError(f"{said} cannot be a guide: {error}") from error
-    if not moves and (args.rollout.temperature, args.rollout.top_p) != (1, 1):
+    except (openai.APIError, httpx2.InvalidURL, ValueError, AttributeError, LookupError, TypeError) as error:
+        raise UsageError(f"{said} does not answer as vLLM's http://HOST:PORT/v1 would: {one_line(error)}") from error
+    if not moves:
         raise UsageError(
             f"{said} gives log-probs before temperature and top-p, which are not those that it samples by; start it "
             "with --logprobs-mode processed_logprobs."
