@@ -5,7 +5,6 @@ import fcntl
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -101,55 +100,25 @@ def test_a_supervised_run_that_outlives_its_supervisor_keeps_the_locks(start, tm
         pass
 
 
-def test_a_run_waits_for_one_that_is_ending(start, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_waits_for_one_that_is_ending(start, tmp_path: Path, monkeypatch, capsys) -> None:
     first = start()
     assert read(first) == "alone"
-    ending = threading.Timer(1.0, first.communicate, ["\n"])
-    ending.start()
-    with alone(run_of(tmp_path / "first")):
+    ends = SimpleNamespace(monotonic=time.monotonic, strftime=time.strftime, sleep=lambda _: first.communicate("\n"))
+    monkeypatch.setattr(live_runs, "time", ends)
+    with alone(run_of(tmp_path / "first"), patience=600.0):
         said = capsys.readouterr().err.splitlines()
-    ending.join()
-    assert len(said) == 1 and f"in use by another run (process {first.pid} on" in said[0] and "60 s at most" in said[0]
+    assert (
+        len(said) == 1 and f"in use by another run (process {first.pid} on" in said[0] and "600 s at most" in said[0]
+    )
 
 
-def left_by_another_host(folder: Path) -> Path:
-    lock = folder / "checkpoints" / "run.lock"
-    lock.parent.mkdir(parents=True)
-    lock.write_text("another kernel\nprocess 7 on n2, started yesterday")
-    return lock
-
-
-def test_a_run_of_another_host_whose_locks_do_not_reach_this_one_is_known_by_its_touches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on NFS with nolock: the lock can be had, although its holder lives."""
-    lock, now, lives = left_by_another_host(tmp_path), [0.0], True
-
-    def sleep(seconds: float) -> None:
-        now[0] += seconds
-        if lives:
-            os.utime(lock, (now[0], now[0]))
-
-    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep, strftime=time.strftime)
-    monkeypatch.setattr(live_runs, "time", clock)
-    with pytest.raises(UsageError, match=r"process 7 on n2, started yesterday"):
-        with alone(run_of(tmp_path), patience=2.0, silence=1.0):
-            pytest.fail("it has begun")
-    lives, began = False, now[0]
-    with alone(run_of(tmp_path), patience=30.0, silence=1.0):
-        assert 1 <= now[0] - began < 2
-        assert str(os.getpid()) in lock.read_text()
-
-
-def test_a_file_system_without_locks_has_the_touches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     def refuses(file: object, operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refuses)
     with alone(run_of(tmp_path)):
-        os.utime(tmp_path / "checkpoints" / "run.lock")
-        with pytest.raises(UsageError, match=f"process {os.getpid()} on"), alone(run_of(tmp_path), 0.0):
-            pytest.fail("it has begun")
+        assert capsys.readouterr().err.count("cannot be locked (No locks available)") == 3
 
 
 def test_results_may_lie_in_one_folder(tmp_path: Path) -> None:
