@@ -112,7 +112,7 @@ def _check_rows(
         try:
             prompt, label = prompt_and_label(data, args, tokenizer)
             variables |= variables_of(data, args.data).keys()
-            size = len(prompt.encode())  # raises for half of a surrogate pair, which no tokenizer takes
+            size = len(prompt.encode())
         except Exception as error:  # templates are programs
             raise UsageError(f"{where}: the prompt of row {row} cannot be made: {one_line(error)}") from error
         unseen = {flag: key for flag, key in unseen.items() if key not in data}

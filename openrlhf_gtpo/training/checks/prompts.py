@@ -353,7 +353,7 @@ def _is_plain(config: Any) -> bool:
 def _table_rows(table: Any, wanted: Sequence[str | None]) -> Iterator[dict[str, Any]]:
     from datasets.features import features
 
-    features.ujson_loads = json.loads  # pandas' rounds floats and drops halves of surrogate pairs
+    features.ujson_loads = json.loads  # pandas' rounds floats
     if {*filter(None, wanted[:2])} <= {*table.column_names}:  # or the row is refused, with its columns
         table = table.select_columns([name for name in wanted if name in table.column_names])
     prompt, made_from = wanted[0], (wanted[0], *wanted[-2:])
