@@ -14,13 +14,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
+from openrlhf_gtpo.platform import patience
 from openrlhf_gtpo.tasks import confined, sandbox
 from openrlhf_gtpo.tasks.sandbox import run_python, why_no_sandbox
+from openrlhf_gtpo.training.rollout import rewards
 from openrlhf_gtpo.training.rollout.rewards import Patience
 from tests.support import command_of
 from tests.support.slurm_cluster import until
@@ -354,9 +357,16 @@ def test_time_is_the_programs_own() -> None:
         assert json.loads(subprocess.check_output(command, env=environment, text=True)) == ["done"] * 6
 
 
-def test_a_program_that_runs_or_waits_is_no_silence_of_the_agent() -> None:
+def test_a_program_that_runs_or_waits_is_no_silence_of_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    for module in (rewards, patience):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
     async def ask() -> list[str]:
-        asked = (Patience(1, 0.2).ask(lambda: run_python("while True: pass", seconds=1.0), "it") for _ in range(9))
+        calls = (Patience(1, 0.2).ask(lambda: run_python("while True: pass", seconds=1.0), "it") for _ in range(9))
+        asked = [asyncio.ensure_future(call) for call in calls]
+        await asyncio.sleep(0.1)  # by then each is asked
+        now[0] += 600
         return await asyncio.gather(*asked)
 
     assert asyncio.run(ask()) == ["[ended after 1 s]"] * 9

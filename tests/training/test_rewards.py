@@ -3,6 +3,7 @@
 import asyncio
 import sys
 import textwrap
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +13,10 @@ import pytest
 import torch
 
 from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.platform import patience as others_patience
 from openrlhf_gtpo.platform.patience import others_work
 from openrlhf_gtpo.training.checks.reward import import_reward
+from openrlhf_gtpo.training.rollout import rewards
 from openrlhf_gtpo.training.rollout.rewards import Patience, RewardFailed, StrictRewardExecutor
 from openrlhf_gtpo.training.rows import Row
 
@@ -160,10 +163,36 @@ def test_a_limit_of_time_that_a_thread_cannot_have_is_named(tmp_path: Path, capf
 # ── Several tries, each with a time limit ──
 
 PATIENT = Patience(tries=3)
-IN_TIME = Patience(tries=2, seconds=1)
+IN_TIME = Patience(tries=2, seconds=60)
+
+
+class Clock:
+    """Its seconds pass only where a test says so."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def hang(self) -> None:
+        self.now += 600
+        threading.Event().wait()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock by which patience is measured."""
+    clock, wait = Clock(), asyncio.wait
+    for module in (rewards, others_patience):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(asyncio, "wait", lambda tasks, timeout: wait(tasks, timeout=0.001))
+    return clock
+
+
 MOODY = """
-import time
 from pathlib import Path
+
+from openrlhf_gtpo.training.rollout import rewards
 
 CALLS = Path(__file__).with_suffix(".calls")
 
@@ -187,12 +216,12 @@ def moody(tmp_path: Path, failures: int, failure: str, patience: Patience = PATI
     ("patience", "failure", "reason"),
     [
         (PATIENT, "raise OSError('no connection')", "OSError: no connection"),
-        # Leaves a thread, which holds nobody up. The second try gets time to answer on a busy host.
-        (Patience(tries=2, seconds=5), "time.sleep(600)", "TimeoutError: no answer for 5 s"),
+        # Leaves a thread, which holds nobody up.
+        (IN_TIME, "rewards.time.hang()", "TimeoutError: no answer for 60 s"),
     ],
 )
 def test_a_reward_that_raises_or_hangs_is_tried_again(
-    tmp_path: Path, patience: Patience, failure: str, reason: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, clock: Clock, patience: Patience, failure: str, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     again = patience.tries - 1
     assert answer(moody(tmp_path, again, failure, patience))["reward"] == 1.0
@@ -227,13 +256,16 @@ async def raises() -> None:
 
 
 async def hangs() -> None:
+    rewards.time.now += 600
     await asyncio.sleep(600)
 
 
 @pytest.mark.parametrize(
     ("patience", "fail", "failure"), [(PATIENT, raises, ConnectionError), (IN_TIME, hangs, TimeoutError)]
 )
-def test_an_agent_that_raises_or_hangs_begins_anew(patience: Patience, fail: Any, failure: type[Exception]) -> None:
+def test_an_agent_that_raises_or_hangs_begins_anew(
+    clock: Clock, patience: Patience, fail: Any, failure: type[Exception]
+) -> None:
     agents = [Agent(patience.tries - 1, fail), Agent(patience.tries, fail)]
 
     async def ask() -> list[Any]:
@@ -245,18 +277,19 @@ def test_an_agent_that_raises_or_hangs_begins_anew(patience: Patience, fail: Any
     assert [agent.episodes for agent in agents] == [patience.tries] * 2
 
 
-def test_the_engines_time_is_not_the_agents() -> None:
+def test_the_engines_time_is_not_the_agents(clock: Clock) -> None:
     """Not even if an agent asks twice at once and waits for both."""
 
     async def call(seconds: float) -> float:
         with others_work():
-            await asyncio.sleep(seconds)
+            clock.now += seconds
+            await asyncio.sleep(0.01)  # meanwhile it is looked at
         return seconds
 
     async def episode() -> list[float]:
-        return await asyncio.gather(call(0.0), call(1.2))
+        return await asyncio.gather(call(0.0), call(600.0))
 
-    assert asyncio.run(IN_TIME.ask(episode, "the agent")) == [0.0, 1.2]
+    assert asyncio.run(IN_TIME.ask(episode, "the agent")) == [0.0, 600.0]
 
 
 def test_a_reward_file_is_loaded_once_and_before_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,7 +259,7 @@ def test_training_may_take_experiences_apart_meanwhile(tmp_path: Path, monkeypat
     split, run = threading.Event(), Run(rollout(seed=3), dump_arguments(tmp_path), monkeypatch)
 
     def decode(tokens: tuple[int, ...], **options: Any) -> str:  # of the first row, when the others are unread
-        assert split.wait(60)
+        assert split.wait(600)
         return Tokenizer().decode(tokens, **options)
 
     monkeypatch.setattr(run.tokenizer, "decode", decode)
@@ -341,7 +341,7 @@ def test_training_does_not_wait_for_a_dump(
     """A disk that hangs costs dumps but no steps: one dump is held, and those that would follow are left out."""
     disk = threading.Event()
     write = module.write_dump
-    monkeypatch.setattr(module, "write_dump", lambda *what: (disk.wait(60), write(*what)))
+    monkeypatch.setattr(module, "write_dump", lambda *what: (disk.wait(600), write(*what)))
     join = RolloutDumper.end
     monkeypatch.setattr(RolloutDumper, "end", lambda self: None)
     dumper, experiences = dumped(rollout(), tmp_path, monkeypatch, steps=(1, 2))
