@@ -1,8 +1,8 @@
-"""The source of entropies and old log-probs is chosen once, before any engine starts, and printed if it matters."""
+"""The source of entropies and old log-probs is chosen once, before any engine starts, and printed if it matters. What
+cannot work is in ``command_lines.jsonl``."""
 
 from collections.abc import Callable
 from importlib import metadata
-from typing import Any
 
 import pytest
 
@@ -12,15 +12,10 @@ from openrlhf_gtpo.training.settings.frozen import freeze
 from tests.support.rollouts import arguments
 
 SAMPLER = {"--rollout.entropy": "sampler"}
-LOG_PROBS = {"--rollout.log_probs": "sampler"}
-FP8 = {"--actor.backend": "megatron", "--megatron.fp8": "emulated", "--megatron.fp8_audit_steps": 5}
 # One optimizer step per rollout.
 ONE = ("--algo.advantage.estimator", "gtpo", "--algo.kl.init_coef", "0", "--rollout.batch_size", "4")
 KL_REWARD = ("--algo.kl.init_coef", "0.1")
 TWO = ("--train.batch_size", "8")
-RESCUES = {"--algo.guide.model_name_or_path": "guide", "--algo.guide.rescue_batch": 2}
-RESCUES |= {"--algo.dynamic_filtering_enable": True}
-WAITS = {"--critic.freezing_steps": 1}
 CORRECTION = ("--algo.advantage.is_correction_level", "token")
 
 
@@ -28,65 +23,9 @@ def choose(*argv: str) -> str:
     return choose_entropy(freeze(arguments(*ONE, "--train.batch_size", "16", *argv)))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"--algo.advantage.estimator": "group_norm"}, "--algo.advantage.estimator group_norm reads no entropies"),
-        ({"--rollout.top_p": 0.9}, "--rollout.top_p 0.9 cuts the distribution"),
-        ({"--data.max_images_per_prompt": 2}, "with --data.max_images_per_prompt 2, image tokens lie between"),
-        (FP8, "--megatron.fp8_audit_steps 5 compares the actor's forward"),
-    ],
-    ids=str,
-)
-def test_a_sampler_that_cannot_give_entropies_is_refused(
-    refused: Callable[..., str], changes: dict[str, Any], message: str
-) -> None:
-    said = refused(changes | SAMPLER)
-    assert said.startswith(f"--rollout.entropy sampler cannot work here: {message}") and said.endswith("leave it out.")
-
-
 def test_an_unknown_vllm_is_refused(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "why_no_sampler_entropy", lambda: "vLLM 0.1 is not known")
     assert refused(SAMPLER) == "--rollout.entropy sampler cannot work here: vLLM 0.1 is not known; leave it out."
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"--algo.kl.init_coef": 0},
-            "leaves out the actor's forward, from which the entropies come; give --rollout.entropy sampler too",
-        ),
-        (SAMPLER | {"--algo.kl.init_coef": 0.1}, "log-probs that --algo.kl.init_coef 0.1 turns into a reward"),
-        (
-            SAMPLER
-            | {"--algo.kl.init_coef": 0.1, "--algo.kl.use_loss": True, "--algo.kl.unbiased_gradient": True}
-            | {"--train.max_epochs": 2},
-            "that --algo.kl.unbiased_gradient needs with ",
-        ),
-        (SAMPLER | {"--algo.kl.init_coef": 0} | RESCUES, "if other rows join it; leave --algo.guide.rescue_batch out"),
-        (SAMPLER | {"--algo.kl.init_coef": 0} | WAITS, "that an actor needs if it waits for its critic"),
-        (SAMPLER | {"--algo.kl.init_coef": 0}, "needs --algo.advantage.is_correction_level token or seq"),
-    ],
-    ids=str,
-)
-def test_log_probs_of_the_sampler_that_cannot_work_are_refused(
-    refused: Callable[..., str], changes: dict[str, Any], message: str
-) -> None:
-    said = refused(changes | LOG_PROBS)
-    assert said.startswith("--rollout.log_probs sampler ") and message in said and said.endswith("or leave it out.")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"--rollout.entropy_audit_steps": -1}, "Expected --rollout.entropy_audit_steps >= 0, got -1."),
-        ({"--rollout.entropy_audit_gate": "nan"}, "Expected --rollout.entropy_audit_gate >= 0, got nan."),
-    ],
-    ids=str,
-)
-def test_audits_have_their_ranges(refused: Callable[..., str], changes: dict[str, Any], message: str) -> None:
-    assert refused(changes | SAMPLER) == message
 
 
 @pytest.mark.parametrize(

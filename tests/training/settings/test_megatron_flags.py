@@ -1,6 +1,5 @@
 """Flags of the Megatron actor reach it, agree with OpenRLHF's, and mean nothing to DeepSpeed."""
 
-import argparse
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -28,20 +27,6 @@ def refusal(*argv: str) -> str:
     message = str(caught.value)
     assert "\n" not in message and message.endswith(".")
     return message
-
-
-def own_actions() -> dict[str, argparse.Action]:
-    actions = command_lines.parser(extended=True)._option_string_actions
-    return {flag: action for flag, action in actions.items() if flag.startswith("--megatron.")}
-
-
-def test_every_flag_says_what_a_user_needs() -> None:
-    actions = own_actions()
-    assert set(SIZES) <= {flag.removeprefix("--megatron.") for flag in actions}
-    for flag, action in actions.items():
-        assert action.help and action.help % {} == action.help, flag
-    parser = command_lines.parser(extended=True)
-    assert "--megatron.override FIELD=VALUE" in parser.format_help()
 
 
 def test_defaults_change_nothing() -> None:
@@ -73,28 +58,10 @@ def test_upstream_counts_replicas_by_the_layout() -> None:
         args_of(*few)
 
 
-@pytest.mark.parametrize("name", SIZES)
-def test_a_size_below_one_is_refused_before_anything_divides_by_it(name: str) -> None:
-    assert refusal(*MEGATRON, f"--megatron.{name}", "0") == (f"Expected --megatron.{name} >= 1, got 0.")
-
-
-def test_switches_with_a_default_of_true_can_be_turned_off() -> None:
-    args = args_of(*MEGATRON, "--no-megatron.use_distributed_optimizer", "--no-megatron.async_save")
-    assert args.megatron.use_distributed_optimizer is False and args.megatron.async_save is False
-
-
 def test_overrides_add_up_in_order_and_do_not_leak_into_the_next_command_line() -> None:
     args = args_of(*MEGATRON, "--megatron.override", "moe_router_dtype=fp32", "--megatron.override", "fp8_margin=1")
     assert args.megatron.override == ["moe_router_dtype=fp32", "fp8_margin=1"]
     assert args_of(*MEGATRON).megatron.override == []
-
-
-@pytest.mark.parametrize("flag", sorted(own_actions()))
-def test_a_megatron_flag_without_the_backend_is_refused(flag: str) -> None:
-    action = own_actions()[flag]
-    shown = flag.replace("--no-", "--")
-    assert refusal(*command_lines.words(action, flag)).startswith(f"{shown} needs --actor.backend megatron")
-    assert refusal("--actor.backend", "deepspeed", *command_lines.words(action, flag)).startswith(shown)
 
 
 def test_a_default_value_that_was_given_counts_as_given() -> None:
