@@ -40,6 +40,9 @@ MAY_BRING_IN = {
     "tools/launch": set(),
     "tools/experiment": set(),
 }
+# What a driver asks before it imports anything heavy; a wrong flag is reported before OpenRLHF is imported.
+ASKED = ("openrlhf_gtpo", "openrlhf_gtpo.megatron.parallel.layout", "openrlhf_gtpo.cli.plan")
+ASKED += ("openrlhf_gtpo.training.settings.guard", "openrlhf_gtpo.training.settings.megatron_overrides")
 
 # Rooms of this package that a room's sources may import. Every room may import its own.
 MAY_KNOW = {
@@ -120,36 +123,29 @@ def imported(path: Path, types: bool = True) -> Iterator[tuple[str, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("room", MAY_BRING_IN)
-def test_importing_a_room_brings_in_no_more_than_it_may(room: str) -> None:
-    program = (
-        f"import importlib, sys\nfor name in {modules(room)!r}: importlib.import_module(name)\n"
-        "print(*{name.split('.')[0] for name in sys.modules})"
-    )
+def test_imports_bring_in_no_more_than_they_may() -> None:
+    """In one process: what may bring in more comes later, and what differs in that has a child of its own."""
+    steps = [(*ASKED, set()), ("openrlhf_gtpo.cli.train_ppo_ray", {"torch"})]
+    steps += [(*modules(room), may) for room, may in MAY_BRING_IN.items()]
+    steps.sort(key=lambda step: len(step[-1]))
+    program = f"""
+import importlib, os, sys
+for *names, may in {steps!r}:
+    if child := len(may) > 1 and os.fork():
+        assert os.waitpid(child, 0)[1] == 0, names[0]
+        continue
+    for name in names:
+        importlib.import_module(name)
+        found = {{module.split(".")[0] for module in sys.modules}} & {HEAVY!r}
+        assert found <= may, f"{{name}} brings in {{found - may}}"
+    if len(may) > 1:
+        os._exit(0)
+"""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OPENRLHF_GTPO", "DS_ACCELERATOR"))}
     ended = subprocess.run(
         [sys.executable, "-c", program], cwd=PACKAGE.parent, env=environment, capture_output=True, text=True
     )
     assert ended.returncode == 0, ended.stderr
-    assert set(ended.stdout.split()) & HEAVY <= MAY_BRING_IN[room]
-
-
-@pytest.mark.parametrize(
-    ("module", "heavy"),
-    [
-        ("openrlhf_gtpo", set()),
-        ("openrlhf_gtpo.megatron.parallel.layout", set()),
-        ("openrlhf_gtpo.training.settings.megatron_overrides", set()),
-        ("openrlhf_gtpo.cli.plan", set()),
-        ("openrlhf_gtpo.cli.train_ppo_ray", {"torch"}),  # a wrong flag is reported before OpenRLHF is imported
-    ],
-)
-def test_what_a_driver_asks_brings_in_nothing_heavy(module: str, heavy: set[str]) -> None:
-    program = f"import {module}, sys; print(*{{name.split('.')[0] for name in sys.modules}})"
-    found = subprocess.run(
-        [sys.executable, "-c", program], cwd=PACKAGE.parent, capture_output=True, text=True, check=True
-    )
-    assert set(found.stdout.split()) & HEAVY == heavy
 
 
 @pytest.mark.parametrize("room", rooms())

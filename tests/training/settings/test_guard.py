@@ -1,7 +1,5 @@
 """The guard refuses every OpenRLHF but the one it knows, and costs next to nothing."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,8 +7,6 @@ import pytest
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.training.settings import guard
 from openrlhf_gtpo.training.settings.guard import SUPPORTED_VERSIONS, check_openrlhf
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def refusal() -> str:
@@ -44,13 +40,3 @@ def test_a_scheduler_of_vllm_that_changed_is_left_alone(tmp_path: Path, monkeypa
         assert (found is None) == (names == ("AsyncScheduler",))
     monkeypatch.setattr(guard.metadata, "version", lambda name: "0.30.1")
     assert guard.why_no_scheduler() == "only the schedulers of vLLM 0.29 are known, and vLLM 0.30.1 is installed"
-
-
-def test_the_check_needs_neither_torch_nor_openrlhf_itself() -> None:
-    program = (
-        "import sys\nfrom openrlhf_gtpo.training.settings.guard import check_openrlhf\ncheck_openrlhf()\n"
-        "print(*{name.split('.')[0] for name in sys.modules})"
-    )
-    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    assert not set(ended.stdout.split()) & {"torch", "openrlhf", "ray", "vllm", "deepspeed", "transformers"}
