@@ -27,12 +27,7 @@ def pool():
         (r"\boxed{34} or 5", "34", Grade(True, True)),  # a boxed answer goes before an unboxed one
         ("3 * 4 = 12.", "12", Grade(True, True)),
         ("3 * 4 = 13.", "12", Grade(False, True)),
-        (r"\boxed{\sqrt{8}}", r"2\sqrt{2}", Grade(True, True)),
-        (r"\boxed{(1,2)}", "(1, 2)", Grade(True, True)),
-        (r"\boxed{[0,1)}", "[0,1]", Grade(False, True)),
-        ("$x=3$", "3", Grade(True, True)),
         ("I do not know", "3", Grade(False, False)),
-        ("", "3", Grade(False, False)),
         (r"\boxed{10^{10^{10}}}", "3", Grade(False, True)),  # Math-Verify's own time limit
     ],
 )
@@ -48,38 +43,25 @@ RIGHT, WRONG, UNANSWERED = Grade(True, True), Grade(False, True), Grade(False, F
     [
         # The model corrects itself.
         (r"I think \boxed{3}. But after checking, the answer is \boxed{4}.", RIGHT),
-        (r"\boxed{3}. Wait, \boxed{4}", RIGHT),
         (r"\boxed{3.} Wait, it is \boxed{4.}", RIGHT),
-        (r"\boxed{3}, or rather \boxed{4}.", RIGHT),
         (r"\boxed{3}\boxed{4}", RIGHT),
-        (r"First \boxed{1}, then \boxed{2}, then \boxed{3} and at last \boxed{4}.", RIGHT),
-        (r"So $x = \boxed{3}$. No, I forgot one: $x = \boxed{4}$.", RIGHT),
         ("\\[\\boxed{3}\\]\nLet me check. Indeed\n\\[\n\\boxed{4}\n\\]", RIGHT),
         (r"$\boxed{\frac{3}{2}}$ was wrong, so it is $\boxed{\frac{8}{2}}$", RIGHT),
         (r"\fbox{3}, no, \fbox{4}", RIGHT),
         (r"\boxed{3}, no, \fbox{4}", RIGHT),
         (r"\boxed 3. Hmm, \boxed {4}", RIGHT),
-        (r"$\boxed{3}$, no, $\boxed 4$.", RIGHT),
-        (r"\(\boxed 3\), no, \(\boxed 4\), which is my answer.", RIGHT),
         (r"\boxed{\{3\}} is a set, and the number is \boxed{4}", RIGHT),
-        (r"I put it into \boxed{}: \boxed{3}, no, \boxed{4}", RIGHT),
-        ("I get 3. No wait, it is 4.", RIGHT),
         ("The answer is 3. No wait, it is 4.", RIGHT),
-        ("Final answer: 3. I made a mistake, 2 + 2 = 4.", RIGHT),
         ("$x = 3$ looks right, but $x = 4$.", RIGHT),
         ("The answer is $3$. On second thought: $4$.", RIGHT),
-        ("The final answer is $3$. I hope it is correct. Oh, it is $4$.", RIGHT),
         # Text around the last box is not an answer.
         (r"\boxed{4} for all 7 of them, in $9$ steps", RIGHT),
         (r"\boxed{4}\text{ m}^2", RIGHT),
-        (r"x=\boxed{3}, y=\boxed{4}", RIGHT),
         (r"\boxed{\boxed{4}}", RIGHT),
         # Of several answers, only the last one counts.
         (r"\boxed{4} \boxed{3}", WRONG),
-        (r"\boxed{4}, no, \boxed{3}", WRONG),
         (r"$\boxed{4}$ or $\boxed{3}$", WRONG),
         (r"\boxed{4}. There is \boxed{\text{no solution}}", WRONG),
-        (r"\boxed{4, 3}", WRONG),
         (r"\boxed{3 \text{ or } 4}", WRONG),
         (r"\boxed{3}, or 4", WRONG),
         ("The answer is 4. No wait, it is 3.", WRONG),
@@ -88,7 +70,6 @@ RIGHT, WRONG, UNANSWERED = Grade(True, True), Grade(False, True), Grade(False, F
         (r"I shall put it into \boxed{}. It is 4.", RIGHT),
         (r"It is \boxed{4}, that is \boxed{\frac{8}{2", RIGHT),
         (r"2 + 2 = 4, so it is \boxed{x = 5", RIGHT),
-        (r"so it is \boxed{ 4", UNANSWERED),
         (r"so it is \boxed{}", UNANSWERED),
     ],
 )
@@ -100,13 +81,9 @@ def test_the_last_answer_of_a_response_counts(response, expected):
     "boxed, answer",
     [
         (r"\left\{ 1, 2 \right\}", r"\{2, 1\}"),
-        ("(1, 2)", "(1,2)"),
-        (r"[0, \infty)", r"[0,\infty)"),
-        (r"(-1, 0] \cup \{3\}", r"(-1,0]\cup\{3\}"),
         (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"),
         (r"x = 1, y = 2", "x=1,y=2"),
         (r"\sqrt{\frac{1}{\sqrt{16}}}", r"\frac{1}{2}"),
-        (r"\text{no solution}", r"\text{no solution}"),
         (r"\text{(B)}", "B"),
     ],
 )
@@ -118,12 +95,10 @@ def test_one_box_may_hold_an_answer_of_any_form(boxed, answer):
     "boxed, answer, expected",
     [
         (r"6.82 \times 10^{-5}", "6.82e-5", RIGHT),
-        ("0.0000682", "6.82e-5", RIGHT),
         ("6.82e-5", r"$6.82 \cdot 10^{-5}$", RIGHT),
         (r"4.5 \times 10^{33} \text{ erg/s}", "4.5e33", RIGHT),
         (r"4.6 \times 10^{33}", "4.5e33", WRONG),
         ("1000", "$1e3$", RIGHT),
-        ("-5 + 2e", "2e-5", RIGHT),  # or Euler's number
         ("2e^5", "2e5", WRONG),
     ],
 )
@@ -141,7 +116,6 @@ def test_a_number_with_an_exponent_is_read(boxed, answer, expected):
         ("0.0000681", "0.0000682", WRONG),
         ("0.0000333333", r"\frac{1}{30000}", RIGHT),
         ("0.333333", r"\frac{1}{3}", RIGHT),
-        (r"0.05\%", "0.0005", RIGHT),
         (r"10^{10^{10}}", r"10^{10^{10}}", RIGHT),
         ("0.00", "0", RIGHT),
     ],
@@ -188,13 +162,10 @@ def test_thousands_in_a_text_without_a_box():
         ("1, 200, 300", "300, 200, 1", RIGHT),
         (r"1,\ 200", "1, 200", RIGHT),
         (r"2\ \frac{1}{2}", "2.5", RIGHT),
-        (r"2\,\frac{100}{300}", r"\frac{7}{3}", RIGHT),
         (r"\frac12\,300", "150", RIGHT),
         (r"x^2\,100", "100x^2", RIGHT),
-        (r"a_1\,200", "200a_1", RIGHT),
         (r"10\,00", "1000", WRONG),
         ("1 2 3", "123", WRONG),
-        (r"2\,\pi", r"2\pi", RIGHT),
         (r"\begin{pmatrix}1\\ 200\\ 300\end{pmatrix}", r"\begin{pmatrix} 1 \\ 200 \\ 300 \end{pmatrix}", RIGHT),
         (r"\begin{pmatrix}1 & 200\end{pmatrix}", r"\begin{pmatrix}1200\end{pmatrix}", WRONG),
     ],
@@ -213,9 +184,7 @@ def test_a_minus_sign_is_a_minus(response):
     "response, answer, expected",
     [
         (r"\boxed{101_2}", "101_3", WRONG),
-        (r"\boxed{101_{3}}", "$101_2$", WRONG),
         ("It is $101_3$.", "101_{2}", WRONG),
-        (r"\boxed{2_{10}}", "2_{16}", WRONG),
         (r"\boxed{101_{2}}", "101_2", RIGHT),
         (r"$\boxed{101}_2$", "101_3", RIGHT),  # outside the box
         (r"\boxed{101}", "101_2", RIGHT),
