@@ -8,14 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf_gtpo.algorithms import (
-    GRPOSConfig,
-    GTPOConfig,
-    grpo_s_advantages,
-    grpo_s_parts,
-    gtpo_advantages,
-    success,
-)
+from openrlhf_gtpo.algorithms import GRPOSConfig, GTPOConfig, grpo_s_advantages, grpo_s_parts, gtpo_advantages, success
 from tests.support.algorithms_reference import advantage_lists, grpo_s_reward_lists, penalties, ragged_batch
 
 VARIANTS = get_args(get_type_hints(GRPOSConfig)["variant"])

@@ -45,10 +45,7 @@ CONFIGS = {
         STAREConfig(0.1, 0.1, 1.2, fraction=0.3, weight_positive=2.0, weight_negative=0.5, target_entropy=1.6),
     ],
     "hapo": [HAPOConfig(), HAPOConfig(0.1, 0.3, 1.2, pivot=0.4, redistribution=0.5, adaptation=2.0)],
-    "htpo": [
-        HTPOConfig(),
-        HTPOConfig(0.1, 0.2, 1.1, forking_fraction=0.6, lowest_fraction=0.9, highest_fraction=0.7),
-    ],
+    "htpo": [HTPOConfig(), HTPOConfig(0.1, 0.2, 1.1, forking_fraction=0.6, lowest_fraction=0.9, highest_fraction=0.7)],
 }
 CASES = [(name, config) for name, configs in CONFIGS.items() for config in configs]
 
@@ -86,12 +83,7 @@ def test_there_is_a_case_for_every_surrogate():
 
 
 @settings(deadline=None, max_examples=200)
-@given(
-    seed=st.integers(0, 10_000),
-    case=st.sampled_from(CASES),
-    of_rows=st.booleans(),
-    empty_row=st.booleans(),
-)
+@given(seed=st.integers(0, 10_000), case=st.sampled_from(CASES), of_rows=st.booleans(), empty_row=st.booleans())
 def test_values_and_gradients_are_the_loops(seed, case, of_rows, empty_row):
     name, config = case
     batch = make_batch(seed, "sequence" if of_rows else SURROGATES[name].level, empty_row)

@@ -65,8 +65,7 @@ def test_every_layout_fits_the_gpus_that_it_asks_for(preset: str, flags: tuple[s
 
 
 @pytest.mark.parametrize(
-    "algorithm",
-    ["gtpo", "grpo_s", "grpo", "dapo", "gspo", "dr_grpo", "rloo", "forking_tokens", "entropy_bonus"],
+    "algorithm", ["gtpo", "grpo_s", "grpo", "dapo", "gspo", "dr_grpo", "rloo", "forking_tokens", "entropy_bonus"]
 )
 def test_a_comparison_is_one_word(algorithm: str) -> None:
     place = {"OUTPUT": "/tmp/run"}

@@ -8,10 +8,7 @@ import torch
 from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy
 from openrlhf_gtpo.platform.memory import PeakMemory
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 TOKENS, WIDTH, COLUMNS = 32768, 5120, 152064  # logits of 10 GB in bfloat16, more than 2**32 of them
 BUDGET = 256 * 2**20
 

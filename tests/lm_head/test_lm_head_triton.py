@@ -44,10 +44,7 @@ def test_the_kernels_compile_for_hopper(optional, tmp_path, monkeypatch):
     from openrlhf_gtpo.lm_head import kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    flags = {
-        kernels._absorb: ("WITH_ENTROPY", "weighted_exponents"),
-        kernels._gradient: ("WITH_SLOPE", "slope"),
-    }
+    flags = {kernels._absorb: ("WITH_ENTROPY", "weighted_exponents"), kernels._gradient: ("WITH_SLOPE", "slope")}
     for kernel, (flag, pointer) in flags.items():
         types = dict.fromkeys(kernel.arg_names, "*fp32")
         types |= {"logits": "*bf16", "labels": "*i64", "columns": "i32", "bits_per_logit": "fp32"}

@@ -135,12 +135,7 @@ def test_invariants(tokens, columns, padding, exponent, temperature, dtype, chun
     case = make_case(tokens, 4, columns + padding, dtype=dtype, real=columns, scale=10**exponent, seed=seed)
     with torch.no_grad():
         log_prob, entropy = linear_log_prob_and_entropy(
-            case.hidden,
-            case.weight,
-            case.labels,
-            temperature=temperature,
-            vocab_size=columns,
-            chunk_bytes=chunk_bytes,
+            case.hidden, case.weight, case.labels, temperature=temperature, vocab_size=columns, chunk_bytes=chunk_bytes
         )
     assert log_prob.isfinite().all() and (log_prob <= 0).all()
     assert (entropy >= 0).all() and (entropy <= torch.tensor(math.log(columns))).all()

@@ -10,10 +10,7 @@ import psutil
 import pytest
 
 from openrlhf_gtpo import platform
-from openrlhf_gtpo.platform.processes import (
-    ProcessFailed,
-    run_processes,
-)
+from openrlhf_gtpo.platform.processes import ProcessFailed, run_processes
 from tests.support import ROOT, process_functions
 
 pytestmark = pytest.mark.slow

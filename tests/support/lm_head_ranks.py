@@ -131,11 +131,7 @@ def mistakes_are_raised_on_every_rank(rank: int, world_size: int) -> None:
     def call(tokens: int, label: int, vocab_size: int | None) -> None:
         case = make_case(tokens, WIDTH, 10)
         linear_log_prob_and_entropy(
-            case.hidden,
-            case.weight,
-            torch.full((tokens,), label),
-            vocab_size=vocab_size,
-            group=dist.group.WORLD,
+            case.hidden, case.weight, torch.full((tokens,), label), vocab_size=vocab_size, group=dist.group.WORLD
         )
 
     total = 10 * world_size

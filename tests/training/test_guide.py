@@ -14,15 +14,7 @@ from openrlhf_gtpo.training.credit.info import off_policy_rows
 from openrlhf_gtpo.training.features.guide.guide import Guide
 from openrlhf_gtpo.training.rollout.rewards import Patience, RewardFailed
 from openrlhf_gtpo.training.rows import Row
-from tests.support.fake_engines import (
-    Executor,
-    PolicyExecutor,
-    guide_arguments,
-    guided,
-    sampling,
-    seeds,
-    sleeping,
-)
+from tests.support.fake_engines import Executor, PolicyExecutor, guide_arguments, guided, sampling, seeds, sleeping
 
 
 def marks(rows: list[Row]) -> list[float]:

@@ -196,11 +196,7 @@ CORRECTIONS = {
         "is_correction_gating": "binary_kl",
         "is_correction_threshold": [0.0, 0.02],
     },
-    "token cap": {
-        "is_correction_level": "token",
-        "is_correction_mode": "clip",
-        "is_correction_threshold": [0.0, 1.1],
-    },
+    "token cap": {"is_correction_level": "token", "is_correction_mode": "clip", "is_correction_threshold": [0.0, 1.1]},
     "seq mask": {"is_correction_level": "seq", "is_correction_threshold": [0.95, 1.2]},
     "seq trust region": {
         "is_correction_level": "seq",

@@ -118,12 +118,7 @@ def whole(actor_model: str, pools: dict[int, RankPool]) -> dict[str, list[dict[s
     ids=str,
 )
 def test_a_step_does_not_depend_on_how_its_rows_are_split(
-    name: str,
-    processes: int,
-    argv: list[str],
-    actor_model: str,
-    pools: dict[int, RankPool],
-    whole: dict[str, Any],
+    name: str, processes: int, argv: list[str], actor_model: str, pools: dict[int, RankPool], whole: dict[str, Any]
 ) -> None:
     """Gradient norms and all metrics agree in bf16; with learning rate 0, all rounds start from the same weights."""
     backend = "megatron" if "megatron" in argv else "deepspeed"

@@ -139,9 +139,7 @@ def test_engines_have_about_as_much_to_do(monkeypatch: pytest.MonkeyPatch) -> No
 # ── Seeds ──
 
 
-def test_under_full_determinism_every_turn_of_every_row_has_a_seed_of_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_under_full_determinism_every_turn_of_every_row_has_a_seed_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     one, same, other = sampling(monkeypatch), sampling(monkeypatch, engines=2), sampling(monkeypatch, seed=2)
     steps = [seeds(one.sample().rows) for _ in range(2)]
     of_turns = [seed for step in steps for _, *turns in step for seed in turns]

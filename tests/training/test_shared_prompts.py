@@ -32,11 +32,7 @@ SIZES: dict[str, Any] = {
     "layer_types": ["full_attention"] * 3,
     "attn_implementation": "sdpa",
 }
-CLASSES = {
-    "qwen2_moe": "Qwen2Moe",
-    "qwen3_moe": "Qwen3Moe",
-    "smollm3": "SmolLM3",
-}
+CLASSES = {"qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe", "smollm3": "SmolLM3"}
 
 Rows = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -150,11 +146,7 @@ def test_values_and_gradients_are_those_of_rows_one_by_one(family: str, monkeypa
         for parameter, gradient in expected[2].items():
             scale = float(gradient.abs().max()) or 1.0
             torch.testing.assert_close(
-                found[2][parameter] / scale,
-                gradient / scale,
-                rtol=0,
-                atol=1e-5,
-                msg=f"{name}, {parameter}",
+                found[2][parameter] / scale, gradient / scale, rtol=0, atol=1e-5, msg=f"{name}, {parameter}"
             )
     computed = dict(zip(CASES, (len(tree.tokens) for tree in packed)))
     assert computed["a group"] == 23 + sum(n - 1 for n in [1, 2, 17, 9, 30, 4, 8, 12])

@@ -115,12 +115,7 @@ def lost(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Job
 def jobs(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
     """Jobs on the stand-in for Ray, all at once, as each mostly waits."""
     on_n2 = {"stuck": "sleep 600", "broken": "exit 3"}
-    trainings = {
-        "stuck": "touch {started}",
-        "broken": "touch {started}",
-        "cancelled": LEAVE,
-        "stopped": STOPPABLE,
-    }
+    trainings = {"stuck": "touch {started}", "broken": "touch {started}", "cancelled": LEAVE, "stopped": STOPPABLE}
     submitted = {}
     for name, training in trainings.items():
         folder = tmp_path_factory.mktemp(name)

@@ -14,13 +14,7 @@ import pytest
 from openrlhf_gtpo.megatron.fp8.options import Fp8Options
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.model_shape import ModelShape
-from openrlhf_gtpo.tools.planner.training_memory import (
-    SHORT_ROW,
-    Training,
-    activation_bytes,
-    held_bytes,
-    step_bytes,
-)
+from openrlhf_gtpo.tools.planner.training_memory import SHORT_ROW, Training, activation_bytes, held_bytes, step_bytes
 from tests.support.families import ragged_rows
 from tests.support.memory_program import measure
 from tests.support.rank_pool import RankPool

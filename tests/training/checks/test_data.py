@@ -60,11 +60,7 @@ def test_a_data_set_that_is_not_there(refused: Callable[..., str], data_flag: st
         ("script.py", "import os\n", "cannot be read as a data set: Dataset scripts are no longer supported"),
         ("rows.txt", LINE, "cannot be read as a data set"),
         ("rows", LINE, "cannot be read as a data set"),
-        (
-            "latin.jsonl",
-            '{"question": "caf\xe9", "answer": "a"}\n',
-            ": line 1 is not in UTF-8;",
-        ),
+        ("latin.jsonl", '{"question": "caf\xe9", "answer": "a"}\n', ": line 1 is not in UTF-8;"),
         ("latin.csv", "question,answer\ncaf\xe9,a\n", "cannot be read as csv after line 0: 'utf-8'"),
         ("comma.csv", "question,answer\na, b,a\n", ": line 2 has more cells than the header; quote its commas."),
     ],

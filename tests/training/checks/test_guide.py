@@ -49,19 +49,10 @@ def test_what_a_guide_goes_with(guided: dict[str, Any], changes: dict[str, Any])
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
-        (
-            {"--algo.guide.rescue_batch": 4},
-            "--algo.guide.rescue_batch --algo.dynamic_filtering_enable",
-        ),
+        ({"--algo.guide.rescue_batch": 4}, "--algo.guide.rescue_batch --algo.dynamic_filtering_enable"),
         ({"--algo.guide.model_name_or_path": "/nowhere"}, "--algo.guide.model_name_or_path"),
-        (
-            {"--algo.guide.fraction": 0.8},
-            "--algo.guide.fraction",
-        ),
-        (
-            {"--algo.advantage.estimator": "reinforce", "--rollout.n_samples_per_prompt": 1},
-            "--algo.guide.fraction",
-        ),
+        ({"--algo.guide.fraction": 0.8}, "--algo.guide.fraction"),
+        ({"--algo.advantage.estimator": "reinforce", "--rollout.n_samples_per_prompt": 1}, "--algo.guide.fraction"),
         (
             {"--algo.kl.unbiased_gradient": True, "--algo.kl.use_loss": True, "--algo.kl.init_coef": 0.1},
             "--algo.guide.model_name_or_path --algo.kl.unbiased_gradient",
@@ -70,10 +61,7 @@ def test_what_a_guide_goes_with(guided: dict[str, Any], changes: dict[str, Any])
             {"--algo.kl.target": 0.1, "--algo.kl.use_loss": True, "--algo.kl.init_coef": 0.1},
             "--algo.guide.model_name_or_path --algo.kl.target",
         ),
-        (
-            {"--algo.advantage.estimator": "gae"},
-            "--algo.advantage.estimator",
-        ),
+        ({"--algo.advantage.estimator": "gae"}, "--algo.advantage.estimator"),
         (
             {"--algo.advantage.estimator": "group_norm", "--data.max_images_per_prompt": 1},
             "--data.max_images_per_prompt --algo.guide",

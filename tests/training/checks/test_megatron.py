@@ -114,32 +114,20 @@ def test_deepspeed_is_not_held_to_these_rules(command: dict[str, Any]) -> None:
     [
         ({TP: 3}, "--megatron.tensor_model_parallel_size"),
         ({PP: 3}, "--megatron.pipeline_model_parallel_size"),
-        (
-            {TP: 2, "--actor.num_gpus_per_node": 3},
-            f"--actor.num_nodes --actor.num_gpus_per_node {TP} {PP}",
-        ),
-        (
-            {PP: 2, "--algo.kl.init_coef": 0.1, "--ref.num_gpus_per_node": 5},
-            "--ref.num_nodes --ref.num_gpus_per_node",
-        ),
+        ({TP: 2, "--actor.num_gpus_per_node": 3}, f"--actor.num_nodes --actor.num_gpus_per_node {TP} {PP}"),
+        ({PP: 2, "--algo.kl.init_coef": 0.1, "--ref.num_gpus_per_node": 5}, "--ref.num_nodes --ref.num_gpus_per_node"),
         ({"--megatron.expert_model_parallel_size": 2}, "--megatron.expert_model_parallel_size llama"),
         ({"--train.batch_size": 6}, "--train.batch_size"),
         ({"--megatron.ddp": "overlap=false"}, "--megatron.ddp overlap"),
         ({FP8: "hybrid"}, "--megatron.fp8 8.9"),
         ({FP8: "emulated", "--megatron.num_layers_at_end_in_bf16": 4}, "--megatron.num_layers_at_end_in_bf16 4"),
-        (
-            {FP8: "emulated", "--megatron.fp8_param": True, "--megatron.fp8_recipe": "delayed"},
-            "--megatron.fp8_recipe",
-        ),
+        ({FP8: "emulated", "--megatron.fp8_param": True, "--megatron.fp8_recipe": "delayed"}, "--megatron.fp8_recipe"),
         (
             {FP8: "emulated", "--megatron.fp8_param": True, "--no-megatron.use_distributed_optimizer": True},
             "--megatron.fp8_param",
         ),
         ({"--algo.advantage.estimator": "gae"}, "--algo.advantage.estimator"),
-        (
-            {TP: 2, "--reward.remote_url": None, "--reward.model_name_or_path": "MODEL"},
-            "DeepSpeed",
-        ),
+        ({TP: 2, "--reward.remote_url": None, "--reward.model_name_or_path": "MODEL"}, "DeepSpeed"),
         ({"--train.enable_ema": True}, "--train.enable_ema"),
         ({"--ds.param_dtype": "fp16"}, "--ds.param_dtype --actor.backend"),
         ({"--actor.optim": "muon"}, "--actor.optim"),

@@ -12,12 +12,7 @@ from openrlhf_gtpo.checkpoints.folder import MANIFEST, write_manifest
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.report.metrics import MetricsWriter
 from openrlhf_gtpo.training.checks.origin import ORIGIN, Origin
-from openrlhf_gtpo.training.checks.results import (
-    check_checkpoints,
-    check_metrics_file,
-    check_results,
-    resumes,
-)
+from openrlhf_gtpo.training.checks.results import check_checkpoints, check_metrics_file, check_results, resumes
 from openrlhf_gtpo.training.run import parse
 from openrlhf_gtpo.training.settings.frozen import changed
 from tests.support.command_lines import argv_of
