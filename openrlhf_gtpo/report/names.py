@@ -41,6 +41,7 @@ RESCUE_RESCUED = "rescue/rescued"  # prompts that the guide has answered correct
 RESCUE_GIVEN_UP = "rescue/given_up"  # likewise, prompts that neither could answer or that had to leave the full queue
 SAMPLE = "sample"  # the last characters of a prompt and its response as one text; only in metrics.jsonl
 SAMPLE_REWARD = "sample_reward"
+OUTCOMES = "outcomes"  # of a run's first rollout, as a sentence; only in metrics.jsonl
 WARNING_PREFIX = "warning/"  # texts, at the steps for which they are true; only in metrics.jsonl
 NOTHING_LEARNED = "warning/groups"  # of a step
 
@@ -128,7 +129,7 @@ _FURTHER = frozenset("""
 _OURS = {
     value for name, value in list(globals().items()) if name.isupper() and isinstance(value, str) and "/" in value
 }
-_OURS |= {SAMPLE, SAMPLE_REWARD, *SAMPLER_AUDIT.values()}
+_OURS |= {SAMPLE, SAMPLE_REWARD, OUTCOMES, *SAMPLER_AUDIT.values()}
 _PREFIXES = tuple(value for value in _OURS if value.endswith("/"))
 
 

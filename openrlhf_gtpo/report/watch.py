@@ -56,6 +56,8 @@ def watch(path: Path, steps: int, runs: Callable[[], bool], console: Console | N
                 steps = max(steps, entry["step"])  # the trainer may have been given flags that make more
                 if not console.is_terminal or entry["kind"] == names.KIND_EVAL:
                     console.print(f"step {entry['step']}/{steps}  {line}", markup=False, highlight=False)
+                if names.OUTCOMES in entry:
+                    console.print(entry[names.OUTCOMES], style="cyan", markup=False, highlight=False, soft_wrap=True)
                 if entry["kind"] == names.KIND_TRAIN:
                     warnings = {name for name in entry if name.startswith(names.WARNING_PREFIX)}
                     for name in sorted(warnings - warned):

@@ -54,6 +54,7 @@ def test_a_smoke_run_ends_with_a_table_curves_and_a_model(tmp_path: Path) -> Non
     assert [(m["kind"], m["step"]) for m in metrics] == [
         ("eval", 0), ("train", 1), ("train", 2), ("train", 3), ("train", 4), ("eval", 4)
     ]  # fmt: skip
+    assert [names.OUTCOMES in step for step in metrics[1:5]] == [True, False, False, False]
     for step in metrics[1:5]:
         for name in (names.ENTROPY_ALL, names.SHARES_STD, names.ADVANTAGE_MAX, names.CLIP_FRACTION):
             assert step[name] is not None

@@ -52,13 +52,15 @@ def test_watch_prints_every_line_and_ends_with_the_process(tmp_path: Path) -> No
     path, output = tmp_path / "metrics.jsonl", io.StringIO()
     sampled = TRAIN | {names.SAMPLE: f"{'long ' * 40}What is\n[3 * 4]? 12", names.SAMPLE_REWARD: 1.0}
     warning = {f"{names.WARNING_PREFIX}groups": "nothing."}
-    steps = [{"kind": "eval", "step": 0, "eval_gcd[/hard]_pass1": 0.1}, sampled | warning]
+    outcomes = {names.OUTCOMES: "Rewards are 0 to 0.5."}
+    steps = [{"kind": "eval", "step": 0, "eval_gcd[/hard]_pass1": 0.1}, sampled | warning | outcomes]
     steps += [{**TRAIN, "step": step, **more} for step, more in ((2, warning), (3, {}), (4, warning))]
     lines = [json.dumps(step) for step in steps]
     watch(path, 4, Trainer(lambda: None, lambda: path.write_text("\n".join(lines) + "\n")), console(output))
     assert output.getvalue().splitlines() == [
         "step 0/4  held-out reward gcd[/hard] 0.100",
         "step 1/4  reward 0.25  entropy 1.50  length 12  seconds 20.4",
+        "Rewards are 0 to 0.5.",
         "Warning, from step 1 on: nothing.",
         f"  for example, with reward 1.00: …{('long ' * 40 + 'What is [3 * 4]? 12')[-80:]}",
         *(f"step {step}/4  reward 0.25  entropy 1.50  length 12  seconds 20.4" for step in (2, 3, 4)),

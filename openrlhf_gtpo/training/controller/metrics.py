@@ -75,8 +75,9 @@ class Log:
             stays: as for ``Trackers.train``.
         """
         args, maker = self.args, self.maker
-        if step == 1 and (line := outcomes_line(maker.outcome, maker.credit)):
-            print(line, flush=True)
+        outcomes = outcomes_line(maker.outcome, maker.credit) if step == 1 else None
+        if outcomes:
+            print(outcomes, flush=True)
         if step == 1 and args.train.shares_prompts and names.TOKENS_ROWS in metrics:
             computed, of_rows = metrics[names.TOKENS_COMPUTED], metrics[names.TOKENS_ROWS]
             print(f"Each prompt once: {computed:,.0f} tokens are trained on for rows of {of_rows:,.0f}.", flush=True)
@@ -98,6 +99,7 @@ class Log:
         shown = {name: value for name, value in metrics.items() if name != "generated_samples"}
         print(f"Global step {step}: {shown}", flush=True)
         notes = self.warnings | ({names.WARNING_PREFIX + "checkpoint": failures} if failures else {})
+        notes |= {names.OUTCOMES: outcomes} if outcomes else {}
         self.trackers.train(step, metrics, notes, stays)
 
     def evaluation(self, step: int, rows: Sequence[Row], held_out: Any) -> dict[str, float]:
