@@ -1,8 +1,9 @@
 """The three ways in which a run ends on purpose; a command line prints only their message, without a stack trace. Also
 the error that lower rooms, which know nothing of command lines, raise for settings that cannot work."""
 
+import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 _SETTING = r"\$([a-z]\w*)"
 
@@ -30,6 +31,15 @@ class StoppedOnRequest(RuntimeError):
 def one_line(error: object) -> str:
     """The words of an error, or of any text, in one line; the type of an error that has none."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def with_near_flag(message: str, known: Iterable[str]) -> str:
+    """argparse's message; on a flag that it does not know, with the known one that is most like it."""
+    if not message.startswith("unrecognized"):
+        return message
+    unknown = next((word.partition("=")[0] for word in message.split() if word.startswith("--")), "")
+    near = difflib.get_close_matches(unknown, list(known), 1)
+    return f"{message}; did you mean {near[0]}?" if near else message
 
 
 def last_error(error: object, most: int) -> str:

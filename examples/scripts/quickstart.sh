@@ -58,6 +58,8 @@ while (($# > 0)); do
 done
 [[ -z "$steps" || "$steps" =~ ^[1-9][0-9]{0,8}$ ]] || refuse "--steps $steps is not a number from 1 to 999999999."
 [[ "$seed" =~ ^[0-9]{1,10}$ ]] || refuse "--seed $seed is not a number."
+estimators="gae reinforce rloo reinforce_baseline group_norm dr_grpo flash_reinforce gtpo grpo_s forking_tokens entropy_bonus"
+[[ " $estimators " == *" $estimator "* ]] || refuse "--estimator $estimator is none of $estimators."
 [[ "$backend" == deepspeed || "$backend" == megatron ]] || refuse "--backend $backend is neither deepspeed nor megatron."
 for size in "--tensor-parallel $tensor_parallel" "--pipeline-parallel $pipeline_parallel" "--expert-parallel $expert_parallel"; do
     [[ "${size#* }" =~ ^[1-9][0-9]{0,8}$ ]] || refuse "$size is not a number from 1 to 999999999."

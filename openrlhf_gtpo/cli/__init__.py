@@ -7,9 +7,9 @@ import re
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
-from openrlhf_gtpo.errors import TrainingStopped, UsageError
+from openrlhf_gtpo.errors import TrainingStopped, UsageError, with_near_flag
 from openrlhf_gtpo.platform.processes import LaunchError, ProcessFailed, is_first_process
 
 _KEY = "WANDB_API_KEY"
@@ -36,6 +36,9 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=HelpFormatter, **options)
+
+    def error(self, message: str) -> NoReturn:
+        super().error(with_near_flag(message, self._option_string_actions))
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         # Before Python 3.11.8 the value of --flag=-- is an empty list: https://github.com/python/cpython/issues/109475

@@ -195,9 +195,10 @@ def checked_inputs(flags: dict[str, Any], model: str, named: str | None = None) 
     """
     from openrlhf.utils.config import hierarchize
 
-    from openrlhf_gtpo.training.checks.data import check_dataset
+    from openrlhf_gtpo.training.checks.data import check_dataset, first_prompt
     from openrlhf_gtpo.training.checks.model import Model
     from openrlhf_gtpo.training.checks.reward import import_reward, load_agent
+    from openrlhf_gtpo.training.rollout.rewards import try_reward
     from openrlhf_gtpo.training.rollout.turns import check_turns
 
     checkpoint = Model(model, "--model")
@@ -237,7 +238,10 @@ def checked_inputs(flags: dict[str, Any], model: str, named: str | None = None) 
     given = [flag for flag, value in before.items() if value is not None]  # what training had, a data set may lack
     check_dataset(run, checkpoint.tokenizer, flags["eval.dataset"], flags["eval.split"], "--eval.dataset", needs=given)
     if not agent:
-        return run, checkpoint.tokenizer, import_reward(file)
+        reward_func, first = import_reward(file), first_prompt(run, checkpoint.tokenizer, "--eval.dataset")
+        if first is not None:
+            try_reward(reward_func, file, *first)
+        return run, checkpoint.tokenizer, reward_func
     executor = load_agent(agent)
     check_turns(type(executor), checkpoint.tokenizer, prompts.template_variables(run.data.chat_template_kwargs))
     return run, checkpoint.tokenizer, executor

@@ -12,7 +12,7 @@ from openrlhf_gtpo import platform
 from openrlhf_gtpo.training import host, patch
 from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.checks import shared_prompts
-from openrlhf_gtpo.training.checks.data import check_data
+from openrlhf_gtpo.training.checks.data import PROMPTS, check_data, first_prompt
 from openrlhf_gtpo.training.checks.megatron import check_megatron
 from openrlhf_gtpo.training.checks.model import Model
 from openrlhf_gtpo.training.checks.results import check_earlier_runs
@@ -92,12 +92,17 @@ def check(args: Arguments) -> None:
     check_megatron(args, policy)  # layout, FP8, what the Megatron actor does not do
     policy.check_vocabulary()
     if args.rollout.is_sampled:
-        agent = check_reward(args)
+        rewarded_by = check_reward(args)
         check_data(args, policy)  # every row's prompt and label
-        if agent is not None:
+        if args.train.agent_func_path:
             from openrlhf_gtpo.training.rollout.turns import check_turns
 
-            check_turns(agent, policy.tokenizer, template_variables(args.data.chat_template_kwargs))
+            check_turns(rewarded_by, policy.tokenizer, template_variables(args.data.chat_template_kwargs))
+        elif rewarded_by is not None and args.reward.remote_url and not policy.reads_images:
+            from openrlhf_gtpo.training.rollout.rewards import try_reward
+
+            if (first := first_prompt(args, policy.tokenizer, PROMPTS)) is not None:
+                try_reward(rewarded_by, args.reward.remote_url[0], *first)
     args = _for_model(policy, args)
     for feature in features_of(args):
         feature.check(policy)

@@ -16,9 +16,11 @@ from openrlhf_gtpo.report.metrics import read_runs
 from openrlhf_gtpo.training import host, run
 from tests.e2e.conftest import REWARD, ROOT
 from tests.support import command_of
+from tests.support.command_lines import parser
 from tests.support.phases import check_phases
 
 SCRIPT = ROOT / "examples" / "scripts" / "quickstart.sh"
+ESTIMATORS = " ".join(parser(extended=True)._option_string_actions["--algo.advantage.estimator"].choices or ())
 
 
 @pytest.mark.e2e
@@ -92,6 +94,7 @@ def test_a_smoke_run_ends_with_a_table_curves_and_a_model(tmp_path: Path) -> Non
         (["--steps", "9" * 20], "is not a number from 1 to 999999999"),
         (["--reward", "no.py"], "no.py does not exist"),
         (["--resume", "--output", "none"], "none holds no run to continue"),
+        (["--estimator", "ppo"], f"--estimator ppo is none of {ESTIMATORS}."),
         (["--backend", "fsdp"], "--backend fsdp is neither deepspeed nor megatron"),
         (
             ["--backend", "megatron", "--pipeline-parallel", "0"],

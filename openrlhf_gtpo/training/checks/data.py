@@ -34,6 +34,17 @@ def check_data(args: Arguments, model: Model) -> None:
         print(show_prompt(next(rows), args, tokenizer), file=sys.stderr)
 
 
+def first_prompt(args: Arguments, tokenizer: Any, flag: str) -> tuple[str, Any] | None:
+    """The first prompt of the data sets that ``flag`` names, and its label; None if they are on the Hub."""
+    from openrlhf_gtpo.training.checks.prompts import prompt_and_label
+
+    of = ("data.prompt_dataset", "data.prompt_split") if flag == PROMPTS else ("eval.dataset", "eval.split")
+    names, split = attrgetter(*of)(args)
+    assert names is not None  # see check_settings
+    _, rows = next(_tables(args, names, split, flag))
+    return None if rows is None else prompt_and_label(next(rows), args, tokenizer)
+
+
 def check_dataset(
     args: Arguments,
     tokenizer: Any,

@@ -18,7 +18,7 @@ from openrlhf_gtpo.training.arguments import Arguments
 
 def check_reward(args: Arguments) -> Any:
     """Refuse an agent or reward function that cannot be imported, of which the run would hear once it has sampled.
-    Returns the agent's ``AgentExecutor``; None without one."""
+    Returns the agent's ``AgentExecutor``, or the function; None for a server or a model."""
     urls = args.reward.remote_url
     if args.train.agent_func_path:
         return import_file(args.train.agent_func_path, "--train.agent_func_path", "AgentExecutor")
@@ -30,11 +30,10 @@ def check_reward(args: Arguments) -> Any:
             "one."
         )
     if urls[0].endswith(".py"):
-        import_reward(urls[0])
-    else:
-        for url in urls:
-            if not url.startswith(("http://", "https://")):
-                raise UsageError(f"Expected --reward.remote_url to be a .py file or to begin with http://, got {url}.")
+        return import_reward(urls[0])
+    for url in urls:
+        if not url.startswith(("http://", "https://")):
+            raise UsageError(f"Expected --reward.remote_url to be a .py file or to begin with http://, got {url}.")
     return None
 
 

@@ -4,11 +4,12 @@ import asyncio
 import contextvars
 import math
 import os
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 
-from openrlhf_gtpo.errors import TrainingStopped, one_line
+from openrlhf_gtpo.errors import TrainingStopped, UsageError, one_line
 from openrlhf_gtpo.platform.patience import since
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.training.arguments import Arguments
@@ -25,6 +26,7 @@ from openrlhf_gtpo.training.checks.reward import import_reward, takes_responses
 T = TypeVar("T")
 
 TRIES = 3  # in a run that may go on without the prompt
+TRIAL_SECONDS = 20.0  # a reward may start a process, or ask a model
 
 _FAILURE = "failure"  # among a response's extra logs: what its reward raised
 _THREADS = min(32, (os.cpu_count() or 1) + 4)  # for reward functions: as many as asyncio.to_thread has
@@ -206,7 +208,9 @@ class StrictRewardExecutor(SingleTurnAgentExecutor):
         """Like upstream's, in its own thread: a call that hangs takes no thread from the others."""
         more = {"responses": [_generation.get().text()]} if takes_responses(self.reward_func) else {}
         async with self._threads:
-            return await self._or_failure(lambda: _in_thread(partial(self.reward_func, *columns, **more)))
+            return await self._or_failure(
+                lambda: asyncio.wrap_future(_in_thread(partial(self.reward_func, *columns, **more)))
+            )
 
     async def _fetch_rewards_via_http(self, *columns: Any) -> list[dict[str, Any]]:
         fetch = super()._fetch_rewards_via_http
@@ -221,7 +225,7 @@ class StrictRewardExecutor(SingleTurnAgentExecutor):
             return [{"rewards": None, "extra_logs": {_FAILURE: failure}}]
 
 
-def _in_thread(function: Callable[[], T]) -> Awaitable[list[T]]:
+def _in_thread(function: Callable[[], T]) -> Future[list[T]]:
     result: Future[list[T]] = Future()
     result.set_running_or_notify_cancel()  # it cannot be cancelled
 
@@ -236,4 +240,29 @@ def _in_thread(function: Callable[[], T]) -> Awaitable[list[T]]:
 
     # A thread that never returns must not keep the process from exiting, as a pool's would.
     threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True).start()
-    return asyncio.wrap_future(result)
+    return result
+
+
+def try_reward(reward_func: Callable[..., Any], source: str, prompt: str, label: Any) -> None:
+    """Ask a reward function once for the reward of an empty response, in a thread as in training. Warn, on stderr, if
+    there is none: what fails for an empty response may work for others. A call that takes long says nothing.
+
+    Raises:
+        UsageError: a name or a module is missing.
+    """
+    more = {"responses": [""]} if takes_responses(reward_func) else {}
+    asked = _in_thread(partial(reward_func, [prompt], [prompt], [label], **more))
+    if not wait([asked], TRIAL_SECONDS).done:
+        return
+    try:
+        [returned] = asked.result()
+        reward_and_score(returned)
+    except Exception as failure:  # a user's code
+        reason = reason_of(failure, source)
+        if isinstance(failure, ImportError) or type(failure) is NameError:
+            raise UsageError(f"--reward.remote_url {source} cannot be used: {reason}.") from failure
+        print(
+            f"Warning: {source} has no reward for an empty response to the first prompt: {reason}. A response without "
+            "a reward stops the run; give each one a number.",
+            file=sys.stderr,
+        )

@@ -15,7 +15,7 @@ from datetime import datetime
 from types import CodeType, SimpleNamespace
 from typing import Any, NoReturn
 
-from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.errors import UsageError, with_near_flag
 from openrlhf_gtpo.training.settings import flags, rules
 from openrlhf_gtpo.training.settings.guard import source_path
 from openrlhf_gtpo.training.settings.values import check_values
@@ -79,7 +79,7 @@ class ExtendedParser(argparse.ArgumentParser):
                 ": a run has as many steps as its prompts fill rollouts; --data.max_samples, --train.num_episodes and "
                 "--rollout.batch_size say how many"
             )
-        raise UsageError(message)
+        raise UsageError(with_near_flag(message, self._option_string_actions))
 
 
 def parse(argv: Sequence[str], given: set[str] | None = None) -> SimpleNamespace:

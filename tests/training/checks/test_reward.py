@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from openrlhf_gtpo.training.rollout import rewards
 from openrlhf_gtpo.training.run import check, parse
 from tests.support.command_lines import argv_of
 
@@ -22,6 +23,10 @@ pytestmark = pytest.mark.usefixtures("no_engine")
         ("import sys\nsys.exit(3)\n", "cannot be used: SystemExit: 3"),
         ("raise ValueError('two\\nlines')\n", "cannot be used: ValueError: two lines"),
         ("def reward(queries, prompts, labels): ...\n", "has no attribute 'reward_func'"),
+        (
+            "def reward_func(q, p, labels): return no_such_name\n",
+            "cannot be used: NameError: name 'no_such_name' is not",
+        ),
     ],
 )
 def test_a_reward_function_that_cannot_be_used(
@@ -31,6 +36,31 @@ def test_a_reward_function_that_cannot_be_used(
     path.write_text(source)
     found = refused({"--reward.remote_url": path})
     assert found.startswith(f"--reward.remote_url {path}") and message in found
+
+
+@pytest.mark.parametrize(
+    ("body", "warning"),
+    [
+        ("return {'rewards': float(responses[0].split()[-1])}", "IndexError: list index out of range ("),
+        ("return float(bool(responses[0]))", "it returned 0.0, not a dict with 'rewards'. A"),
+        ("return {'rewards': float(prompts + labels == ['What is 0 + 0?', '0'])}", None),
+        ("import threading; threading.Event().wait()", None),  # longer than anybody waits here
+    ],
+)
+def test_a_reward_is_tried_with_the_first_prompt_and_an_empty_response(
+    command: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: Any,
+    body: str,
+    warning: str | None,
+) -> None:
+    if "wait" in body:
+        monkeypatch.setattr(rewards, "TRIAL_SECONDS", 0.0)
+    (tmp_path / "reward.py").write_text(f"def reward_func(queries, prompts, labels, responses):\n    {body}\n")
+    check(parse(argv_of(command)))
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("Warning")]
+    assert len(lines) == bool(warning) and (warning or "") in "".join(lines)
 
 
 def test_a_reward_that_is_not_there(refused: Callable[..., str], tmp_path: Path) -> None:

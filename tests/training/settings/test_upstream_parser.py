@@ -95,6 +95,21 @@ def test_a_refusal_of_upstream_is_one_sentence() -> None:
         upstream_parser.parse([*BASE, "--use_ms"])
 
 
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("--actor.adam.lrr", "--actor.adam.lr"),
+        ("--algo.gtpo.sucess_threshold=1", "--algo.gtpo.success_threshold"),
+        ("--no.flag", None),
+    ],
+)
+def test_an_unknown_flag_is_named_with_the_one_that_is_meant(word: str, meant: str | None) -> None:
+    ending = f"; did you mean {meant}?" if meant else ""
+    with pytest.raises(command_lines.Refused) as refused:
+        ours([*BASE, word])
+    assert str(refused.value) == f"unrecognized arguments: {word}{ending}"
+
+
 def test_help_begins_with_the_flags_of_this_package_and_their_defaults(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
