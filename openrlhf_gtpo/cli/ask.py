@@ -72,7 +72,7 @@ def prompt_of(checkpoint: "Model", question: str, given: Mapping[str, Any]) -> s
     flags = {**prompts.NONE, "data.apply_chat_template": None, "data.input_template": None, **given}
     if not kept:
         flags["data.apply_chat_template"] = checkpoint.tokenizer.chat_template is not None
-    settings = {flag.removeprefix("data."): v for flag, v in prompts.filled(flags, checkpoint.folder).items()}
+    settings = {flag.removeprefix("data."): v for flag, v in prompts.filled(flags, kept).items()}
     data = SimpleNamespace(**{**settings, "input_key": "question", "label_key": None})
     args: Any = SimpleNamespace(data=data)
     if data.apply_chat_template:

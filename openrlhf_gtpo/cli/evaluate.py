@@ -180,6 +180,9 @@ def checked_flags(args: argparse.Namespace) -> dict[str, Any]:
 
     flags = {name: value for name, value in vars(args).items() if "." in name}
     check_ranges(flags)
+    stems = _stems(flags["eval.dataset"].split(","))
+    if twice := [stem for stem in stems if stems.count(stem) > 1]:
+        raise UsageError(f"--eval.dataset {flags['eval.dataset']}: two of them would be written to {twice[0]}.jsonl.")
     check_template(flags["data.input_template"])
     if not flags["eval.temperature"] and flags["eval.n_samples_per_prompt"] > 1:  # vLLM refuses this
         raise UsageError("With --eval.temperature 0 every answer is the same; give --eval.n_samples_per_prompt 1.")
@@ -203,10 +206,11 @@ def checked_inputs(flags: dict[str, Any], model: str, named: str | None = None) 
 
     checkpoint = Model(model, "--model")
     checkpoint.check_weights()
-    before, flags = flags, prompts.filled(flags, Path(model))
+    before, flags = flags, prompts.filled(flags, prompts.kept_prompts(Path(model)))
     if flags["data.max_len"] is None:
         positions = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", _MAX_LEN)
         flags["data.max_len"] = min(_MAX_LEN, positions)
+    checkpoint.check_length(flags["data.max_len"])
     file, trained_with = flags["reward.remote_url"], prompts.kept_prompts(Path(model)).get(prompts.AGENT)
     if trained_with and not (file or flags[prompts.AGENT] or _is_own(trained_with, model, named or model)):
         raise UsageError(
@@ -270,8 +274,7 @@ def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> 
     variables: dict[str | None, Any] = {None: prompts.template_variables(run.data.chat_template_kwargs)}
     converse = Conversations(reward, agent, tokenizer, variables) if agent else None
     sets = [name.strip() for name in flags["eval.dataset"].split(",")]
-    sources = [Path(name.partition("@")[0]) for name in sets]
-    paths = [args.output / f"{place.stem if place.is_file() else place.name}.jsonl" for place in sources]
+    paths = [args.output / f"{stem}.jsonl" for stem in _stems(sets)]
     answer_of = getattr(reward, "__globals__", {}).get("answer_of")
     before = args.output / "scores.json"
     try:
@@ -286,8 +289,6 @@ def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> 
     # Of each data set: questions, the settings that its answers depend on, and the answers that are there already.
     work = {}
     for name, path in zip(sets, paths, strict=True):
-        if path in work:
-            raise UsageError(f"--eval.dataset {flags['eval.dataset']}: two of them would be written to {path}.")
         questions = questions_of(run, tokenizer, name, flags["eval.split"], variables)
         settings = {
             "model": args.model,
@@ -323,6 +324,12 @@ def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> 
     text = table(summaries)
     (args.output / "table.md").write_text(text)
     print(text, end="")
+
+
+def _stems(sets: Sequence[str]) -> list[str]:
+    """What the answers to each data set are called."""
+    places = [Path(name.strip().partition("@")[0]) for name in sets]
+    return [place.stem if place.is_file() else place.name for place in places]
 
 
 def _weights(folder: Path) -> list[str]:

@@ -20,7 +20,7 @@ from openrlhf_gtpo.errors import TrainingStopped, UsageError
 from openrlhf_gtpo.report.metrics import Rows, read_runs
 from openrlhf_gtpo.tools.experiment.grid import Grid, places, read_grid, words
 from openrlhf_gtpo.tools.experiment.runner import check_folders, has_checkpoint, is_finished, is_trained, run_all
-from openrlhf_gtpo.training.settings.prompts import AGENT
+from openrlhf_gtpo.training.settings.prompts import AGENT, filled
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,8 +94,11 @@ def _check(grid: Grid) -> None:
             evaluation = parser.parse_args([*words(grid.evaluate), "--model", "MODEL", "--output", "OUTPUT"])
             flags = evaluate.checked_flags(evaluation)
             trained = (run.folder / "model" for run in grid.runs if is_trained(run) and not is_finished(run, grid))
-            models = {(args.actor.model_name_or_path, untrained[at].flags.get(AGENT)) for at, args in parsed.items()}
-            for model, agent in models | {(str(folder), None) for folder in trained}:
+            asked = [(str(folder), None, flags) for folder in trained]
+            for at, args in parsed.items():  # as their models will be asked
+                of_training = untrained[at].flags
+                asked.append((args.actor.model_name_or_path, of_training.get(AGENT), filled(flags, of_training)))
+            for model, agent, flags in {repr(each): each for each in asked}.values():
                 own, rewarded = agent and AGENT not in grid.evaluate, "reward.remote_url" in grid.evaluate
                 if own and rewarded:
                     print(

@@ -177,6 +177,21 @@ class Model:
                 f"{self.tokenizer.vocab_size}; give the model its own tokenizer."
             )
 
+    def check_length(self, max_len: int) -> None:
+        """Refuse a ``--data.max_len`` beyond its positions, which vLLM refuses too, but of a guide only after the
+        policy has loaded, and of an experiment's model only once it is trained. One whose rotary embedding is scaled
+        is left to vLLM, which knows by how much (0.29, config/model.py, _get_and_verify_max_len).
+
+        Raises:
+            UsageError: it has fewer positions.
+        """
+        text = self.config.get_text_config()
+        rope = getattr(text, "rope_parameters", None) or {}
+        ropes = [rope, *(parameters for parameters in rope.values() if isinstance(parameters, dict))]
+        longest = getattr(text, "max_position_embeddings", None) or math.inf
+        if max_len > longest and all(parameters.get("rope_type", "default") == "default" for parameters in ropes):
+            raise UsageError(f"--data.max_len {max_len} exceeds the {longest} positions of {self}.")
+
     def check_files(self) -> None:
         """Refuse a checkpoint whose configuration or weights cannot be read, of the latter by their headers.
 

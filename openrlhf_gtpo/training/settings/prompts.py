@@ -121,10 +121,10 @@ def kept_prompts(folder: Path) -> dict[str, Any]:
     return found
 
 
-def filled(flags: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """``flags`` with the trained model's settings in the place of those that were not given, which are None."""
-    kept = kept_prompts(folder)
-    kept = {flag: value for flag, value in kept.items() if flag not in ("rollout.temperature", AGENT)}
+def filled(flags: dict[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
+    """``flags`` with the settings of a model's training, by flag, in the place of those that were not given, which are
+    None."""
+    kept = {flag: kept.get(flag) for flag in _KEPT if flag != "rollout.temperature"}
     if flags["data.apply_chat_template"] is not None or flags["data.input_template"]:
         kept |= dict.fromkeys(("data.apply_chat_template", "data.input_template"))  # one of them says how
     taken = {flag: value for flag, value in kept.items() if flags[flag] is None and value not in (None, False, "")}

@@ -245,15 +245,18 @@ def test_models_that_were_evaluated_with_other_flags_are_refused(
         return 0
 
     monkeypatch.setattr(runner, "run_and_clear", run)
-    monkeypatch.setattr(experiment.evaluate, "checked_flags", lambda given: given)
-    monkeypatch.setattr(experiment.evaluate, "checked_inputs", lambda flags, model: None)
+    checked: list[dict[str, Any]] = []
+    monkeypatch.setattr(experiment.evaluate, "checked_flags", vars)
+    monkeypatch.setattr(experiment.evaluate, "checked_inputs", lambda flags, model: checked.append(flags))
     evaluate = {"eval.dataset": "a", "eval.temperature": 1.0, "reward.remote_url": "reward.py"}
     evaluate |= {"data.max_len": 64, "rollout.max_new_tokens": 8}
     changed = yaml.safe_load(file.read_text()) | {"evaluate": evaluate}
+    changed["flags"]["data.input_template"] = "{} ="  # which a trained model is asked with
     file.write_text(yaml.safe_dump(changed))
     for _ in range(2):
         assert experiment.main([str(file)]) == 0
         assert len(asked) == 3
+    assert [flags["data.input_template"] for flags in checked] == ["{} ="]
     (file.parent / "runs" / "gtpo" / "seed-1" / "evaluation" / "flags.json").unlink()  # killed before it was written
     assert experiment.main([str(file)]) == 0
     assert len(asked) == 4

@@ -103,6 +103,21 @@ def test_all_commands_read_the_same(
     assert [token_ids(tokenizer, asked), token_ids(tokenizer, evaluated), row.tokens[: row.first]] == [ids] * 3
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--data.max_len", "2049", "--data.max_len 2049 exceeds the 2048 positions of --model "),
+        ("--eval.dataset", "{0},{0}", "two of them would be written to questions.jsonl."),
+    ],
+)
+def test_what_an_evaluation_would_refuse_once_a_model_is_trained_is_refused_before(
+    chat: Any, tmp_path: Path, flag: str, value: str, message: str
+) -> None:
+    path = table(tmp_path / "questions.jsonl", [{"question": "a?", "answer": "b"}])
+    with pytest.raises(UsageError, match=message):
+        evaluated_prompts(chat(QWEN), path, flag, value.format(path))
+
+
 def test_what_a_flag_says_goes_before_what_the_run_used(chat: Any) -> None:
     args = parse(argv_of(chat(QWEN, chat_template_kwargs='{"enable_thinking": false}', system_prompt="Be brief.")))
     keep_prompts(Path(args.actor.model_name_or_path), args)
