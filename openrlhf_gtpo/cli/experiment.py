@@ -135,7 +135,10 @@ def _write_results(grid: Grid) -> None:
         print(table, end="")
         labeled, unfinished = find_runs([str(grid.output)], {run.folder for run in grid.runs})
         baseline = grid.baseline if any(label.split("/")[0] == grid.baseline for label in labeled) else None
-        print(write_page(labeled, grid.output / "report", str(grid.output), baseline, unfinished))
+        page, verdict = write_page(labeled, grid.output / "report", str(grid.output), baseline, unfinished)
+        told = "".join(f"\n{sentence}\n" for sentence in verdict)
+        (grid.output / "table.md").write_text(table + told, encoding="utf-8")
+        print(told, page, sep="\n")
     finished = sum(map(len, runs.values()))
     if finished < len(grid.runs):
         print(f"{finished} of {len(grid.runs)} runs are finished.")

@@ -145,7 +145,8 @@ def _page(args: argparse.Namespace) -> None:
 
     check_output("--output", args.output / "index.html")
     runs, unfinished = find_runs(args.runs)
-    print(write_page(runs, args.output, args.title or ", ".join(runs), args.baseline, unfinished))
+    page, verdict = write_page(runs, args.output, args.title or ", ".join(runs), args.baseline, unfinished)
+    print(*verdict, page, sep="\n")
 
 
 def _watch(args: argparse.Namespace) -> None:

@@ -131,8 +131,9 @@ def find_runs(arguments: Sequence[str], wanted: Container[Path] | None = None) -
 
 def write_page(
     runs: Runs, folder: Path, title: str, baseline: str | None = None, unfinished: Sequence[Path] = ()
-) -> Path:
-    """Write ``index.html`` into ``folder``, and each of its figures beside it as PNG and SVG.
+) -> tuple[Path, list[str]]:
+    """Write ``index.html`` into ``folder``, and each of its figures beside it as PNG and SVG. Returns the page, and
+    its sentences on the baseline, which are its verdict.
 
     Args:
         baseline: a label, or the method of labels METHOD/SETTING..., which are then compared at equal settings.
@@ -161,6 +162,16 @@ def write_page(
         shown |= {keys[-1] for keys in _held_out(run).values()}
         shown |= {key for key in run.scores if not key[1].startswith(_HELD_OUT)}
     columns = sorted(shown, key=_by_measure)
+    verdict = [_joint_sentence(*key, p) for key, p in among.items() if not key[-1].startswith("pass@")]
+    verdict += [
+        f"{data}, {measure}: {difference.sentence(label, base)}"
+        for label, base, data, measure, difference in differences
+        if not measure.startswith("pass@")
+    ]
+    verdict += [sentence for _, sentence in not_compared]
+    alone = {
+        label: _why_alone(runs[label], runs.get(base, [])) for label, base in bases.items() if label not in compared
+    }
     # The page.
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(resources.files(__package__).joinpath("page.html").read_text("utf-8"))
@@ -172,18 +183,8 @@ def write_page(
         runs=runs,
         unfinished=unfinished,
         under_way=[run.path for group in runs.values() for run in group if run.under_way],
-        alone={
-            label: _why_alone(runs[label], runs.get(base, []))
-            for label, base in bases.items()
-            if label not in compared
-        },
-        sentences=[_joint_sentence(*key, p) for key, p in among.items() if not key[-1].startswith("pass@")]
-        + [
-            f"{data}, {measure}: {difference.sentence(label, base)}"
-            for label, base, data, measure, difference in differences
-            if not measure.startswith("pass@")
-        ]
-        + [sentence for _, sentence in not_compared]
+        alone=alone,
+        sentences=verdict
         + [
             f"{label}, {run.path.name}: {clause}."
             for label, group in runs.items()
@@ -198,7 +199,7 @@ def write_page(
         settings=_settings(runs),
     )
     replace_text(page, text)
-    return page
+    return page, verdict + [f"{label} is not compared: {why}." for label, why in alone.items()]
 
 
 def _read(path: Path, rows: Rows) -> FoundRun:

@@ -8,11 +8,11 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from openrlhf_gtpo.errors import STOPPED_STATUS, UsageError
 from openrlhf_gtpo.platform.files import replace_text
 from openrlhf_gtpo.report import names
-from openrlhf_gtpo.report.metrics import Rows, read_runs
+from openrlhf_gtpo.report.metrics import read_runs
 from openrlhf_gtpo.report.watch import describe
 from openrlhf_gtpo.tools.experiment.grid import Grid, Run, words
 from openrlhf_gtpo.tools.launch.process_tree import run_and_clear
 
 _SIGNALS = range(129, 256)  # exit statuses after a signal to this process or to the run
+_SECONDS = "seconds"  # a file
 
 
 def is_finished(run: Run, grid: Grid) -> bool:
@@ -67,7 +68,8 @@ def _refuse_others(folder: Path, done: str, flags: Mapping[str, Any]) -> None:
 
 def run_all(grid: Grid) -> list[str]:
     """Make every unfinished run that no other process is making. On a terminal, a bar shows how many are finished,
-    what the current run is doing, and how long training will take if each run takes as long as those before.
+    what the current run is doing, and how long the others will take if each takes as long as those before, its starts
+    and evaluation included.
 
     Returns:
         a sentence for each failed run, which has been printed; the run's log says why.
@@ -76,7 +78,7 @@ def run_all(grid: Grid) -> list[str]:
         KeyboardInterrupt: a signal or a request to stop ended a run.
     """
     failures: list[str] = []
-    spent: dict[Path, float] = {}  # seconds of finished runs, whose files are read once
+    done: dict[Path, float | None] = {}  # seconds of finished runs, as far as known, whose files are read once
     console = Console(stderr=True)
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
@@ -87,10 +89,11 @@ def run_all(grid: Grid) -> list[str]:
             """Update the bar. Returns False, which says that nothing hangs (``run_and_clear``)."""
             if console.is_terminal:
                 for other in grid.runs:
-                    if other.folder not in spent and is_finished(other, grid):
-                        spent[other.folder] = _seconds(read_runs(other.folder)[-1])
-                text = f"{_doing(run)}{_left(list(spent.values()), len(grid.runs))}"
-                progress.update(bar, completed=len(spent), description=text)
+                    if other.folder not in done and is_finished(other, grid):
+                        done[other.folder] = _seconds(other)
+                known = [seconds for seconds in done.values() if seconds is not None]
+                text = f"{_doing(run)}{_left(known, len(grid.runs) - len(done), time.time() - began)}"
+                progress.update(bar, completed=len(done), description=text)
             return False
 
         for run in grid.runs:
@@ -98,9 +101,11 @@ def run_all(grid: Grid) -> list[str]:
                 if is_ours and not is_finished(run, grid):
                     finished = sum(is_finished(other, grid) for other in grid.runs)
                     say(f"{run}: {run.folder} ({finished} of {len(grid.runs)} runs are finished)")
+                    began = time.time()
                     for failure in _make(run, grid, partial(show, run)):
                         failures.append(failure)
                         say(failure)
+                    began = time.time()
                     show(run)
                 elif not is_ours:
                     say(f"{run}: another process makes it.")
@@ -112,7 +117,7 @@ def _make(run: Run, grid: Grid, show: Callable[[], bool]) -> list[str]:
     if not is_trained(run):
         resume = ["--ckpt.load_enable"] if has_checkpoint(run) else []
         if not resume:  # half a run counts nowhere
-            for name in ("metrics.jsonl", "model", "model_critic", "checkpoints"):
+            for name in ("metrics.jsonl", "model", "model_critic", "checkpoints", _SECONDS):
                 path = run.folder / name
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         replace_text(run.folder / "flags.json", json.dumps(run.flags, indent=1) + "\n")
@@ -130,13 +135,20 @@ def _make(run: Run, grid: Grid, show: Callable[[], bool]) -> list[str]:
 
 def _call(module: str, argv: Sequence[str], log: Path, show: Callable[[], bool]) -> tuple[int, str]:
     """Run ``python3 -m module argv`` with its output appended to ``log``, and leave none of its processes behind;
-    call ``show`` meanwhile, about once a second. Return its status, and how it ended as a clause."""
+    call ``show`` meanwhile, about once a second; add its seconds to those in a file beside the log. Return its status,
+    and how it ended as a clause."""
     start = log.stat().st_size if log.exists() else 0
     shell = ["sh", "-c", 'log=$1; shift; exec "$@" >>"$log" 2>&1', "sh", str(log)]
     command = [*shell, sys.executable, "-m", module, *argv]
     # Each training makes a W&B run of its own, or goes on in it (training/controller/wandb_run.py).
     environment = {name: value for name, value in os.environ.items() if name != "WANDB_RUN_ID"}
-    status = run_and_clear(command, environment, patience=60.0, hangs=show)
+    began = time.time()
+    try:
+        status = run_and_clear(command, environment, patience=60.0, hangs=show)
+    finally:
+        seconds = log.with_name(_SECONDS)
+        earlier = float(seconds.read_text()) if seconds.exists() else 0.0
+        replace_text(seconds, f"{earlier + time.time() - began:.0f}\n")
     if status in _SIGNALS or status == STOPPED_STATUS:
         raise KeyboardInterrupt
     return status, f"ended with status {status} ({log}): {_last_words(log, start)}"
@@ -183,13 +195,16 @@ def _doing(run: Run) -> str:
     return f"{run}: starting"
 
 
-def _seconds(rows: Rows) -> float:
-    """How long a run took, without the time between an interruption and the start that went on with it."""
-    parts = pairwise(rows)
-    return sum(b["time"] - a["time"] for a, b in parts if b["kind"] != names.KIND_RUN or b.get("ended"))
+def _seconds(run: Run) -> float | None:
+    """How long a run took in all its starts, with its evaluation; None if nobody has written it down."""
+    with suppress(OSError, ValueError):
+        return float((run.folder / _SECONDS).read_text())
+    return None
 
 
-def _left(spent: Sequence[float], runs: int) -> str:
-    if not spent:
+def _left(spent: Sequence[float], runs: int, seconds: float) -> str:
+    """The time that ``runs`` runs take, the first of which is made since ``seconds``."""
+    if not spent or not runs:
         return ""
-    return f"; about {timedelta(seconds=round(sum(spent) / len(spent) * (runs - len(spent))))} of training left"
+    each = sum(spent) / len(spent)
+    return f"; about {timedelta(seconds=round(each * runs - min(seconds, each)))} left"

@@ -1,8 +1,10 @@
 """Experiments: what a file asks for, what is refused, and what an interruption leaves."""
 
 import errno
+import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,6 +21,7 @@ from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.tools.experiment import runner
 from openrlhf_gtpo.tools.experiment.grid import read_grid
 from openrlhf_gtpo.training.checks.results import check_metrics_file, check_results
+from tests.support.studies import write_study
 
 
 def entries(tmp_path: Path, **changed: Any) -> dict[str, Any]:
@@ -222,7 +225,7 @@ def test_other_flags_are_refused_and_so_is_a_foreign_folder(file: Path) -> None:
     (folder / "flags.json").rename(folder / ".flags.json.1")  # as left by a process that was killed while writing it
     with pytest.raises(UsageError, match="has files that are not runs of this experiment"):
         runner.check_folders(read_grid(file))
-    for name in ("metrics.jsonl", "log"):
+    for name in ("metrics.jsonl", "log", "seconds"):
         (folder / name).unlink()
     del changed["flags"]["actor.adam.lr"]
     file.write_text(yaml.safe_dump(changed))
@@ -248,6 +251,8 @@ def test_models_that_were_evaluated_with_other_flags_are_refused(
     checked: list[dict[str, Any]] = []
     monkeypatch.setattr(experiment.evaluate, "checked_flags", vars)
     monkeypatch.setattr(experiment.evaluate, "checked_inputs", lambda flags, model: checked.append(flags))
+    clock = itertools.count(0, 10)  # seconds, at each look
+    monkeypatch.setattr(runner, "time", SimpleNamespace(time=lambda: float(next(clock))))
     evaluate = {"eval.dataset": "a", "eval.temperature": 1.0, "reward.remote_url": "reward.py"}
     evaluate |= {"data.max_len": 64, "rollout.max_new_tokens": 8}
     changed = yaml.safe_load(file.read_text()) | {"evaluate": evaluate}
@@ -257,6 +262,8 @@ def test_models_that_were_evaluated_with_other_flags_are_refused(
         assert experiment.main([str(file)]) == 0
         assert len(asked) == 3
     assert [flags["data.input_template"] for flags in checked] == ["{} ="]
+    assert runner._seconds(read_grid(file).runs[0]) == 20  # training and evaluation, with their starts
+    assert runner._left([20.0, 40.0], 3, 12.0) == "; about 0:01:18 left"
     (file.parent / "runs" / "gtpo" / "seed-1" / "evaluation" / "flags.json").unlink()  # killed before it was written
     assert experiment.main([str(file)]) == 0
     assert len(asked) == 4
@@ -264,6 +271,14 @@ def test_models_that_were_evaluated_with_other_flags_are_refused(
     file.write_text(yaml.safe_dump(changed))
     assert experiment.main([str(file)]) == 2
     assert "was evaluated with --eval.temperature 1.0, and the experiment now has 0.5" in capsys.readouterr().err
+
+
+def test_the_verdict_is_printed_with_its_interval_and_ends_the_table(tmp_path: Path, capsys: Any) -> None:
+    write_study(tmp_path / "runs", {"grpo": 0.0, "gtpo": 0.3})
+    experiment._write_results(read_grid(write(tmp_path, settings={}, seeds=[1, 2, 3])))
+    printed, table = capsys.readouterr().out, (tmp_path / "runs" / "table.md").read_text()
+    assert re.search(r"math500, mean@32: gtpo is better than grpo \(\+0\.\d+, 95 % interval \+\S+ to \+\S+\)\.\n", table)
+    assert printed.startswith(table) and printed.endswith(f"{tmp_path}/runs/report/index.html\n")
 
 
 def test_a_run_that_died_without_a_checkpoint_may_be_made_again(
