@@ -68,9 +68,8 @@ class MetricsWriter:
         phase_file(self._path).unlink(missing_ok=True)
 
     def phase(self, name: str) -> None:
-        """Replace what the run is doing now, one of `names.DOING`; this is not part of its record."""
-        with suppress(OSError):  # a full disk, on which a background save may just be failing
-            phase_file(self._path).write_text(name, encoding="utf-8")
+        """Replace what the run is doing now, as :func:`show_phase`."""
+        show_phase(self._path, name)
 
     def write(self, kind: str, step: int, metrics: Mapping[str, Any]) -> None:
         """Append one line.
@@ -112,6 +111,16 @@ class MetricsWriter:
 def phase_file(path: Path) -> Path:
     """The file in which a run with the metrics file `path` says what it is doing."""
     return path.with_name(f"{path.name}.phase")
+
+
+def show_phase(path: str | Path | None, name: str) -> None:
+    """Replace what the run with the metrics file `path` is doing now, one of `names.STARTING` or `names.DOING`; this
+    is not part of its record. Nobody watches a run without the file."""
+    if path is None:
+        return
+    with suppress(OSError):  # a full disk, on which a background save may just be failing
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        phase_file(Path(path)).write_text(name, encoding="utf-8")
 
 
 def read_runs(path: str | Path) -> list[list[dict[str, Any]]]:

@@ -86,6 +86,12 @@ PHASES = (GENERATION, MAKE_EXPERIENCE, PPO_TRAIN, BROADCAST)
 # Within make_experience: the forward passes of all models, and shaping.
 OLD_LOG_PROBS, ADVANTAGES = "old_log_probs", "advantages"
 EVALUATION, CHECKPOINT = "evaluation", "checkpoint"  # between steps
+START_RAY, READ_PROMPTS, LOAD_MODELS = "start_ray", "read_prompts", "load_models"
+STARTING = {
+    START_RAY: "starting Ray",
+    READ_PROMPTS: "starting vLLM, reading prompts",
+    LOAD_MODELS: "loading the model",
+}
 DOING = {
     GENERATION: "sampling",
     MAKE_EXPERIENCE: "log-probs and advantages",

@@ -8,13 +8,42 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Column
+from rich.text import Text
 
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import datasource_of, held_out_names, phase_file, read_runs
 
 _POLL_SECONDS = 0.5
 _SAMPLE_LENGTH = 80
+
+
+class ShortenedColumn(TextColumn):
+    """A task's description, which gives way to the other columns: what does not fit on the line is cut off."""
+
+    def __init__(self) -> None:
+        super().__init__("{task.description}", markup=False, table_column=Column())
+
+    def render(self, task: Task) -> Text:
+        text = super().render(task)
+        text.no_wrap, text.overflow = True, "ellipsis"
+        return text
+
+
+def bar_columns(console: Console) -> tuple[ProgressColumn, ...]:
+    """What is on a task's one line: its description, bar, count and times; its field ``left`` is the time left."""
+    bar, left = BarColumn(40 if console.width >= 120 else 15), TextColumn("{task.fields[left]}")
+    return SpinnerColumn(), ShortenedColumn(), bar, MofNCompleteColumn(), TimeElapsedColumn(), left
 
 
 def watch(path: Path, steps: int, runs: Callable[[], bool], console: Console | None = None) -> None:
@@ -26,15 +55,12 @@ def watch(path: Path, steps: int, runs: Callable[[], bool], console: Console | N
         runs: whether it still runs.
     """
     console = console or Console(stderr=True)
-    activity = (SpinnerColumn(), TextColumn("{task.description}", markup=False))
-    count = (BarColumn(), MofNCompleteColumn())
-    times = (TimeElapsedColumn(), TextColumn("{task.fields[left]}"))
     shown: Mapping[str, Any] | None = None  # the latest entry
     last: Mapping[str, Any] = {}
     warned: Set[str] = set()  # of what the step before has warned
     started, begun, line = time.time(), 0.0, ""
-    with Progress(*activity, *count, *times, console=console, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("starting Ray, vLLM and the trainer", total=steps, left="")
+    with Progress(*bar_columns(console), console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("starting the trainer", total=steps, left="")
         running = True
         while running:
             # The process first, so that its last lines are still read.
@@ -71,12 +97,14 @@ def watch(path: Path, steps: int, runs: Callable[[], bool], console: Console | N
                     console.print(sample, markup=False, highlight=False, soft_wrap=True)
             shown = entries[-1] if entries else shown
             # The bar.
-            if doing := _doing(path, started):
+            phase = _phase(path, started)
+            if phase in names.STARTING:
+                progress.update(bar, description=names.STARTING[phase])
+            elif phase in names.DOING:
                 begun = begun or time.time()
                 done, left = _done(last, steps, begun)
-                progress.update(
-                    bar, description="; ".join(filter(None, (line, doing))), completed=done, total=steps, left=left
-                )
+                doing = "  ".join(filter(None, (names.DOING[phase], line)))
+                progress.update(bar, description=doing, completed=done, total=steps, left=left)
             if running:
                 time.sleep(_POLL_SECONDS)
         progress.update(bar, description=line, completed=last.get("step", 0), total=steps, left="")
@@ -87,13 +115,13 @@ def _behind(shown: Mapping[str, Any] | None, entries: Sequence[Mapping[str, Any]
     return list(takewhile(lambda entry: entry != shown, reversed(entries)))[::-1]
 
 
-def _doing(path: Path, started: float) -> str | None:
-    """What the run is doing, if it has said so since ``started``."""
+def _phase(path: Path, started: float) -> str:
+    """What the run is doing, as in ``names``; nothing unless it has said so since ``started``."""
     try:
         file = phase_file(path)
-        return names.DOING.get(file.read_text()) if file.stat().st_mtime >= started else None
+        return file.read_text() if file.stat().st_mtime >= started else ""
     except OSError:
-        return None
+        return ""
 
 
 def _done(last: Mapping[str, Any], steps: int, begun: float) -> tuple[float, str]:

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from openrlhf_gtpo import platform
+from openrlhf_gtpo.report import names
+from openrlhf_gtpo.report.metrics import show_phase
 from openrlhf_gtpo.training import host, patch
 from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.checks import shared_prompts
@@ -49,6 +51,7 @@ def train(args: Arguments) -> None:
     if args.rollout.is_sampled and (why := why_no_scheduler()):
         print(f"Engines send each token by itself, which makes rollouts slower: {why}.", file=sys.stderr)
     patch.apply(args, features_of(args))
+    show_phase(args.logger.metrics_path, names.START_RAY)
     host.start_ray(args, sum(host.gpus_of(args)))
     run(args)
 
@@ -158,6 +161,7 @@ def run(args: Arguments) -> None:
         try:
             with explained(), deaths_noticed(lambda: [rank for group in groups for rank in group._actor_handlers]):
                 check_nodes(args)
+                show_phase(args.logger.metrics_path, names.READ_PROMPTS)
                 # A Ray that was started for this run has what the run asks for.
                 own = platform.chosen_platform() == "cpu" and not os.environ.get("RAY_ADDRESS")
                 with nullcontext() if own else waits_reported():

@@ -16,17 +16,16 @@ from rich.progress import Progress
 
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report import watch as module
-from openrlhf_gtpo.report.metrics import MetricsWriter
+from openrlhf_gtpo.report.metrics import MetricsWriter, show_phase
 from openrlhf_gtpo.report.watch import watch
 
-TRAIN = {
-    "kind": names.KIND_TRAIN,
-    "step": 1,
+NUMBERS = {
     names.REWARD_MEAN: 0.25,
     names.ENTROPY_ALL: 1.5,
     names.RESPONSE_LENGTH_MEAN: 12.0,
     names.TIMING_STEP_TOTAL: 20.4,
 }
+TRAIN = {"kind": names.KIND_TRAIN, "step": 1, **NUMBERS}
 
 
 pytestmark = pytest.mark.usefixtures("brief_waits")
@@ -45,7 +44,7 @@ class Trainer:
 
 
 def console(output: io.StringIO, terminal: bool = False) -> Console:
-    return Console(file=output, force_terminal=terminal, width=160)
+    return Console(file=output, force_terminal=terminal, width=80 if terminal else 160)
 
 
 def test_watch_prints_every_line_and_ends_with_the_process(tmp_path: Path) -> None:
@@ -101,15 +100,21 @@ def test_on_a_terminal_the_bar_says_the_phase_and_the_time_left_inside_a_step(
     for said_before_the_start in (True, False):
         writer = MetricsWriter(path)
         writer.begin(0, {})
-        writer.write(names.KIND_TRAIN, 1, {names.TIMING_STEP_WALL: 30.0, names.REWARD_MEAN: 0.25})
-        writer.phase(names.PPO_TRAIN)
+        writer.write(names.KIND_TRAIN, 1, {names.TIMING_STEP_WALL: 30.0, **NUMBERS})
         output = io.StringIO()
-        os.utime(tmp_path / "metrics.jsonl.phase", (now + (-60 if said_before_the_start else 5),) * 2)
-        watch(path, 4, Trainer(wait, wait, wait), console(output, terminal=True))
+
+        def said(phase: str, seconds: float = -60 if said_before_the_start else 5) -> None:
+            show_phase(path, phase)
+            os.utime(tmp_path / "metrics.jsonl.phase", (now + seconds,) * 2)
+            wait()
+
+        does = [partial(said, phase) for phase in (*names.STARTING, names.PPO_TRAIN)]
+        watch(path, 4, Trainer(*does, wait, wait), console(output, terminal=True))
         shown.append(output.getvalue())
     stale, bar = shown
-    assert "starting Ray, vLLM and the trainer" in stale and "training" not in stale and "left" not in stale
-    assert "reward 0.25; training" in bar and "1/4" in bar
+    assert "starting the trainer" in stale and "training" not in stale and "left" not in stale
+    assert all(doing in bar for doing in names.STARTING.values())
+    assert "training  reward 0.25" in bar and "1/4" in bar  # at 80 columns, where not all of it fits
     assert "0:01:29 left" in bar  # three steps, less the time spent on the second
     writer.end()
     assert not (tmp_path / "metrics.jsonl.phase").exists()

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from openrlhf_gtpo.errors import STOPPED_STATUS, UsageError
 from openrlhf_gtpo.platform.files import replace_text
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import read_runs
-from openrlhf_gtpo.report.watch import describe
+from openrlhf_gtpo.report.watch import bar_columns, describe
 from openrlhf_gtpo.tools.experiment.grid import Grid, Run, words
 from openrlhf_gtpo.tools.launch.process_tree import run_and_clear
 
@@ -81,9 +81,8 @@ def run_all(grid: Grid) -> list[str]:
     done: dict[Path, float | None] = {}  # seconds of finished runs, as far as known, whose files are read once
     console = Console(stderr=True)
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("", total=len(grid.runs))
+    with Progress(*bar_columns(console), console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("", total=len(grid.runs), left="")
 
         def show(run: Run) -> bool:
             """Update the bar. Returns False, which says that nothing hangs (``run_and_clear``)."""
@@ -92,8 +91,8 @@ def run_all(grid: Grid) -> list[str]:
                     if other.folder not in done and is_finished(other, grid):
                         done[other.folder] = _seconds(other)
                 known = [seconds for seconds in done.values() if seconds is not None]
-                text = f"{_doing(run)}{_left(known, len(grid.runs) - len(done), time.time() - began)}"
-                progress.update(bar, completed=len(done), description=text)
+                left = _left(known, len(grid.runs) - len(done), time.time() - began)
+                progress.update(bar, completed=len(done), description=_doing(run), left=left)
             return False
 
         for run in grid.runs:
@@ -207,4 +206,4 @@ def _left(spent: Sequence[float], runs: int, seconds: float) -> str:
     if not spent or not runs:
         return ""
     each = sum(spent) / len(spent)
-    return f"; about {timedelta(seconds=round(each * runs - min(seconds, each)))} left"
+    return f"about {timedelta(seconds=round(each * runs - min(seconds, each)))} left"

@@ -17,6 +17,8 @@ from torch.distributed import TCPStore
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.report import names
+from openrlhf_gtpo.report.metrics import show_phase
 from openrlhf_gtpo.training.actors.micro_batches import prompts_of
 from openrlhf_gtpo.training.actors.optimizer_steps import deal_rows
 
@@ -71,6 +73,11 @@ class ActorGroup(RayActorGroup):
         if world_size > 1:
             meeting = ray.get(store)
             self._actor_handlers += [start(rank, *meeting) for rank in range(1, world_size)]
+
+    def async_init_model_from_pretrained(self, strategy: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        """Like upstream's; those who watch are told."""
+        show_phase(strategy.arguments.logger.metrics_path, names.LOAD_MODELS)
+        return super().async_init_model_from_pretrained(strategy, *args, **kwargs)
 
     def async_run_method(
         self, method_name: str, *args: Any, for_first: Mapping[str, Any] | None = None, **kwargs: Any

@@ -263,7 +263,7 @@ def test_models_that_were_evaluated_with_other_flags_are_refused(
         assert len(asked) == 3
     assert [flags["data.input_template"] for flags in checked] == ["{} ="]
     assert runner._seconds(read_grid(file).runs[0]) == 20  # training and evaluation, with their starts
-    assert runner._left([20.0, 40.0], 3, 12.0) == "; about 0:01:18 left"
+    assert runner._left([20.0, 40.0], 3, 12.0) == "about 0:01:18 left"
     (file.parent / "runs" / "gtpo" / "seed-1" / "evaluation" / "flags.json").unlink()  # killed before it was written
     assert experiment.main([str(file)]) == 0
     assert len(asked) == 4
