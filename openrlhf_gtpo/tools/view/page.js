@@ -27,7 +27,7 @@ const VALUES = {  // what tokens can be colored by: its name, unit, scale, and w
   sampler: {name: "sampler's log-prob", unit: "nats", falling: true, of: (s) => codes(s.columns.sampler)},
 };
 
-const state = {step: 0, row: 0, token: 0, value: "", credit: 0, other: 0, shown: LIST_PAGE, tokens: TEXT_PAGE,
+const state = {step: 0, row: 0, token: 0, value: "advantage", credit: 0, other: 0, shown: LIST_PAGE, tokens: TEXT_PAGE,
   kept: null, brush: null};
 let step, range = [0, 1];
 
@@ -168,7 +168,7 @@ function brushed(x) { return !state.brush || (x >= state.brush[0] && x <= state.
 function filtered() {
   const [prompt, outcome, cut] = ["prompt-filter", "outcome-filter", "cut-filter"].map((id) => $(id).value);
   const get = state.brush && value();
-  const keys = {row: (r) => step.row[r], outcome: (r) => step.outcome[r], length: (r) => length(step, r),
+  const keys = {row: (r) => step.row[r], outcome: (r) => step.outcome[r], length: (r) => step.actions[r],
     advantage: (r) => step.advantage[r]};
   const key = keys[$("sort").value], order = Number($("order").value);
   return step.row.map((_, row) => row).filter((row) => {
@@ -195,7 +195,7 @@ function showList() {
     button.append(
       element("span", `${sign(good)} `, {className: good ? "mark correct" : "mark"}),
       `${step.group[row] + 1}.${place[row]} `,
-      element("small", `outcome ${format(step.outcome[row])}, ${length(step, row)} tokens`
+      element("small", `outcome ${format(step.outcome[row])}, ${step.actions[row]} tokens`
         + `${step.guided?.[row] ? ", the guide's" : ""}${step.truncated[row] ? ", cut off" : ""}`
         + `, mean A ${format(step.advantage[row])}`));
     button.dataset.row = row;
@@ -240,7 +240,8 @@ function showResponse() {
   $("reading-title").textContent = `Step ${s.step}: ${nameOf(s, row)}`;
   const good = success(row);
   $("facts").textContent = `${sign(good)} ${said(good)}outcome ${format(s.outcome[row])}`
-    + `${s.penalty[row] ? `, length penalty ${format(s.penalty[row])}` : ""}, ${length(s, row)} tokens`
+    + `${s.penalty[row] ? `, length penalty ${format(s.penalty[row])}` : ""}, ${step.actions[row]} tokens`
+    + `${length(s, row) > s.actions[row] ? `, and ${length(s, row) - s.actions[row]} between turns` : ""}`
     + `${s.guided?.[row] ? ", sampled by the guide" : ""}${s.truncated[row] ? ", cut off at the limit" : ""}`
     + `, mean advantage ${format(s.advantage[row])}`;
   $("said").replaceChildren(...Object.entries(s.texts?.[row] ?? {})
@@ -295,7 +296,7 @@ function showToken(scroll = true) {
   $("text").setAttribute("aria-activedescendant", span.id);
   if (scroll) span.scrollIntoView({block: "nearest"});
   const acts = s.columns.mask[i];
-  $("token").textContent = acts ? `${spoken(piece)}, token t = ${t} of ${position(s, row, count - 1)}`
+  $("token").textContent = acts ? `${spoken(piece)}, token t = ${t} of ${s.actions[row]}`
     : `${spoken(piece)}, not sampled by the policy: it is given nothing`;
   const pairs = [];
   for (const [name, {name: label, unit, text = format, of}] of Object.entries(VALUES)) {
@@ -467,11 +468,11 @@ function showValue() {
 function offerValues() {
   const names = Object.keys(VALUES).filter((name) => value(name));
   $("value").replaceChildren(...names.map((name) => element("option", VALUES[name].name, {value: name})));
-  if (!names.includes(state.value)) state.value = names[0];
+  if (!names.includes(state.value)) state.value = names.includes("trained") ? "trained" : names[0];
   $("value").value = state.value;
 }
 
-async function openStep(index, row = 0) {
+async function openStep(index, row = Math.max(0, data.steps[index].advantage.findIndex(Boolean))) {
   state.step = index;
   $("step").value = index;
   step = data.steps[index];

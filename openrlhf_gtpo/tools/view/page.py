@@ -147,8 +147,9 @@ def _step(dump: RolloutDump, methods: Sequence[Method], part: float, packed: Pac
 
     # A row's mean advantage over its action tokens.
     counted, num_rows = columns["mask"].values, len(columns["row"])
+    actions = np.bincount(token_rows, counted, num_rows).astype(int)
     sums = np.bincount(token_rows, columns["advantages"].values * counted, num_rows)
-    means = sums / np.maximum(1, np.bincount(token_rows, counted, num_rows))  # 0 for a row without action tokens
+    means = sums / np.maximum(1, actions)  # 0 for a row without action tokens
     pieces = columns["pieces"].values[shown]
     ids = packed.pieces
     return {
@@ -156,6 +157,7 @@ def _step(dump: RolloutDump, methods: Sequence[Method], part: float, packed: Pac
         "notes": notes,
         "settings": {name: value for name, value in settings.items() if name not in ("config", "version")},
         "offsets": np.concatenate([[0], lengths.cumsum()]).tolist(),
+        "actions": actions[rows].tolist(),
         "row": columns["row"][rows].tolist(),
         "group": columns["group"][rows].tolist(),
         "prompt": [packed.prompts.setdefault(columns["prompt"][row], len(packed.prompts)) for row in rows],

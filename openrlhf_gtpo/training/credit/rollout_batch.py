@@ -1,7 +1,8 @@
 """A whole rollout batch in sampling order, gathered from upstream's permuted micro-batches and scattered back."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
@@ -29,7 +30,8 @@ class RolloutBatch:
     prompts: list[str]  # B texts, for messages
     off_policy: Tensor  # (B,) bool, rows of another sampler (see ``Row``)
     versions: Tensor | None = None  # (B, T) int, of the weights that drew an action, or -1; None if no engine says it
-    texts: list[dict[str, str]] | None = None  # B, texts of rewards or agents, by name; None if there are none
+    texts: list[dict[str, str]] = field(default_factory=list)  # B, texts of rewards or agents, by name
+    labels: list[Any] = field(default_factory=list)  # B
 
     @classmethod
     def gather(
@@ -68,7 +70,8 @@ class RolloutBatch:
             prompts=[row.prompt for row in rollout],
             off_policy=torch.tensor([row.off_policy for row in rollout]),
             versions=_versions(rollout, width),
-            texts=[row.texts for row in rollout] if any(row.texts for row in rollout) else None,
+            texts=[row.texts for row in rollout],
+            labels=[row.label for row in rollout],
         )
 
     def in_rows(self, values: Sequence[TokenValues]) -> TokenValues:

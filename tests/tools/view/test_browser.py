@@ -82,6 +82,7 @@ def three_digits(value: Any) -> float:
 def test_the_numbers_of_a_token_are_those_of_the_algorithms(open_page: Any, dumps_folder: Path) -> None:
     """By pointer and by keys, for tokens with holes between them; and the formula has the numbers of the peers."""
     page = open_page()
+    assert page.input_value("#value") == "advantage"
     dump = read_dump(find_dumps(dumps_folder)[0])
     made = credit(dump, read_methods(["gtpo"], dump)[0])
     entropy, log_probs = padded(dump.columns["entropy"]), padded(dump.columns["log_probs"])
@@ -98,6 +99,10 @@ def test_the_numbers_of_a_token_are_those_of_the_algorithms(open_page: Any, dump
             ("advantage", made.advantages),
         ):
             assert shown[name] == three_digits(expected[row, token]), name
+        acts = padded(dump.columns["mask"])[row]
+        between = " and 2 between turns," if row % 3 == 1 else ""
+        assert f", {acts.sum()} tokens,{between}" in page.locator("#facts").text_content()
+        assert f" of {acts.sum()}" in page.locator("#token").text_content() or not acts[token]
         said = page.locator("#values dd[data-value=clipped]").text_content()
         assert said.strip() == ("yes" if padded(dump.columns["clipped"])[row, token] else "no")
     page.locator("#list button[data-row='0']").click()

@@ -116,6 +116,7 @@ def test_a_dump_has_what_was_trained_on(tmp_path: Path, monkeypatch: pytest.Monk
     assert columns["row"].tolist() == list(range(20)) and columns["group"].tolist() == batch.group_ids.tolist()
     assert columns["outcome"].tolist() == batch.outcome.tolist() and min(columns["length_penalty"]) < 0
     assert columns["truncated"].tolist() == batch.truncated.tolist()
+    assert columns["texts"] == ['{"label": "label"}'] * 20
     advantages = in_sampling_order(experiences, "advantages", batch.mask.shape[1])
     for name, expected in (
         ("mask", batch.mask),

@@ -165,7 +165,7 @@ class RolloutDumper(ControllerFeature):
                     "entropy": None if batch.values is None else _floats(batch.values.entropy, row, columns),
                     "advantages": _floats(experience.advantages, i, columns),
                     "versions": None if batch.versions is None else batch.versions[row, columns].int().numpy(),
-                    "texts": None if batch.texts is None else json.dumps(batch.texts[row]),
+                    "texts": json.dumps(_label(batch.labels[row]) | batch.texts[row], ensure_ascii=False),
                 }
 
     @cached_property
@@ -181,6 +181,11 @@ def _of_response(row: Mapping[str, Any]) -> slice:
 
 def _floats(values: torch.Tensor | None, row: int, columns: slice) -> Any:
     return None if values is None else values[row, columns].float().numpy()
+
+
+def _label(label: Any) -> dict[str, str]:
+    text = label if isinstance(label, str) else json.dumps(label, ensure_ascii=False, default=str)
+    return {} if label is None else {"label": text}
 
 
 def pieces(tokens: Sequence[int], decode: Callable[[tuple[int, ...]], str]) -> Iterator[str]:
