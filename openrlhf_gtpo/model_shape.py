@@ -44,6 +44,9 @@ PRESETS = {
     "7b": _qwen2_5(3584, 18944, 28, 28, 4, 152064, False),
     "32b": _qwen2_5(5120, 27648, 64, 40, 8, 152064, False),
 }
+# Their names on the Hub; the instruction-tuned models have the same sizes.
+HUB = {f"Qwen/Qwen2.5-{name.upper()}": name for name in ("3b", "7b", "32b")}
+_OF_HUB = HUB | {f"{name}-Instruct": preset for name, preset in HUB.items()}
 # Defaults of transformers' configuration classes for fields that matter here and that a config.json may omit.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
@@ -62,14 +65,14 @@ def read_config(source: str | Path) -> dict[str, Any]:
     """Read the fields of a model's ``config.json``, with its configuration class's defaults but without transformers.
 
     Args:
-        source: a name in :data:`PRESETS`, a ``config.json``, or a folder with one.
+        source: a name in :data:`PRESETS`, theirs on the Hub, a ``config.json``, or a folder with one.
 
     Raises:
         UsageError: ``source`` is none of these.
     """
-    if source in PRESETS:
-        return dict(PRESETS[str(source)])
-    path = Path(source)
+    path, name = Path(source), _OF_HUB.get(str(source), str(source))
+    if name in PRESETS and (name == source or not path.exists()):
+        return dict(PRESETS[name])
     try:
         fields = json.loads((path / "config.json" if path.is_dir() else path).read_text())
         if isinstance(fields, dict) and fields.get("model_type"):
@@ -80,8 +83,8 @@ def read_config(source: str | Path) -> dict[str, Any]:
     except ValueError as error:
         reason = f"it is not JSON: {error}"
     raise UsageError(
-        f"{str(source)!r} is neither {', '.join(PRESETS)} nor a Hugging Face config.json or a folder with one "
-        f"({reason})."
+        f"{str(source)!r} is neither {', '.join([*PRESETS, *HUB])} nor a Hugging Face config.json or a folder with "
+        f"one ({reason})."
     )
 
 

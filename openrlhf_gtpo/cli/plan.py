@@ -11,9 +11,9 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from openrlhf_gtpo.cli import Parser, exit_status
 from openrlhf_gtpo.errors import SettingError, UsageError
 from openrlhf_gtpo.megatron.fp8.options import RECIPES
 from openrlhf_gtpo.megatron.parallel.layout import RECOMPUTE
-from openrlhf_gtpo.model_shape import PRESETS
+from openrlhf_gtpo.model_shape import HUB, PRESETS
 from openrlhf_gtpo.platform.files import check_output, replace_text
 from openrlhf_gtpo.tools.planner import output
 from openrlhf_gtpo.tools.planner.assumptions import SOURCES, Assumptions
@@ -31,7 +31,6 @@ from openrlhf_gtpo.tools.planner.plan import Request, candidates, planned_config
 from openrlhf_gtpo.tools.planner.workload import Workload
 
 TRAIN_BATCH = 128  # as in the launch scripts
-_HUB = {"3b": "Qwen/Qwen2.5-3B", "7b": "Qwen/Qwen2.5-7B", "32b": "Qwen/Qwen2.5-32B"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,7 +54,9 @@ def build_parser() -> argparse.ArgumentParser:
     switch: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": True}
     searched = "(default: searched)"
     parser.add_argument(
-        "--model", required=True, help="folder of a Hugging Face checkpoint, its config.json, or 3b, 7b, 32b (Qwen2.5)"
+        "--model",
+        required=True,
+        help="folder of a Hugging Face checkpoint, its config.json, or 3b, 7b, 32b or the Hub's names of Qwen2.5",
     )
 
     add = parser.add_argument_group("cluster").add_argument
@@ -199,8 +200,10 @@ def _assumptions(words: list[str]) -> Assumptions:
 
 def _model(name: str) -> str:
     """The value of ``--model`` for the launcher, which runs from the project's root."""
-    path = Path(name).resolve()
-    return _HUB.get(name) or (name if name in PRESETS else str(path.parent if path.is_file() else path))
+    path, of_preset = Path(name).resolve(), {preset: of_hub for of_hub, preset in HUB.items()}
+    if name in PRESETS or not path.exists():
+        return of_preset.get(name, name)
+    return str(path.parent if path.is_file() else path)
 
 
 def _command(words: list[str]) -> str:
@@ -222,6 +225,8 @@ def _print(args: argparse.Namespace, request: Request, ranked: list[Candidate]) 
     )
     print(output.ranking(ranked, args.top))
     print(f"\n{'best' if fitting else 'nearest'}: {output.details(ranked[0])}")
+    for line in _rests_on(request, ranked):
+        print(line)
     if work.entropy == "sampler" and work.optimizer_steps > 1 and work.log_probs == "actor":
         print(
             f"--entropy sampler saves nothing: a rollout's {work.optimizer_steps} optimizer steps need the actor's "
@@ -236,6 +241,29 @@ def _print(args: argparse.Namespace, request: Request, ranked: list[Candidate]) 
     for name, value in asdict(request.assumptions).items():
         shown = f"{value / GIB:.1f} GiB" if name.endswith("_bytes") else f"{value:g}"
         print(f"  {name:20}{shown:>10}  {SOURCES[name]}")
+
+
+def _rests_on(request: Request, ranked: list[Candidate]) -> Iterator[str]:
+    """What would change the choice of the best candidate: the assumed length of responses, and FP8's assumed gain."""
+    best, work = ranked[0], request.workload
+    training = best.training
+    if best.fits and work.mean_response is None:
+        longer = replace(work, mean_response=work.response_length)
+        count, _ = longer.micro_batches(training.data_parallel, training.layout.context_parallel_size)
+        training, engines = replace(training, micro_batches=count), replace(best.engines, workload=longer)
+        longest = replace(best, training=training, engines=engines)
+        yield (
+            f"assumed: responses of {work.response:.0f} of {work.response_length} tokens on average, "
+            f"{best.step_seconds:.0f} s a step; at {work.response_length} the same layout takes "
+            f"{longest.step_seconds:.0f} s (--mean-response)"
+        )
+    in_bf16 = next((plan for plan in ranked if plan.fits and plan.training.fp8 is None), None)
+    if best.fits and best.training.fp8 and in_bf16:
+        gain = in_bf16.step_seconds / best.step_seconds
+        yield (
+            f"the best in BF16, {output.layout_words(in_bf16)}, takes {in_bf16.step_seconds:.0f} s: the gain of FP8 "
+            f"is planned as {gain:.2f} ×"
+        )
 
 
 def _nowhere(args: argparse.Namespace, request: Request, nearest: Candidate) -> str:

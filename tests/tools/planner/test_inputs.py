@@ -1,5 +1,6 @@
 """What the planner reads: a cluster, and the lengths of rows."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,19 @@ def test_a_file_that_the_planner_did_not_write_is_kept(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     assert plan.main(["--model", "7b", "--gpus", "8", "--emit", str(tmp_path / "file")]) == 2
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_plan_says_what_it_rests_on(capsys: pytest.CaptureFixture[str]) -> None:
+    """The assumed length of responses, and what FP8 is planned to gain; a length that is given is not assumed."""
+    words = ["--model", "Qwen/Qwen2.5-7B-Instruct", "--gpus", "8"]
+    assert plan.main(words) == 0
+    printed = capsys.readouterr().out
+    found = re.search(r"responses of 978 of 4096 tokens on average, (\d+) s a step; at 4096 .* takes (\d+) s", printed)
+    assert found and f"a step takes {found[1]} s" in printed and int(found[2]) > 3 * int(found[1])
+    assert re.search(r"the best in BF16, TP.*, takes \d+ s: the gain of FP8 is planned as 1\.\d\d ×", printed)
+    assert plan.main([*words, "--mean-response", "4096", "--fp8", "off"]) == 0
+    printed = capsys.readouterr().out
+    assert "the same layout" not in printed and "FP8" not in printed
 
 
 def test_lengths_have_the_mean_that_is_asked_for() -> None:
