@@ -170,13 +170,13 @@ def _equal_groups(
         if low < high and not success(outcome, threshold).any():
             return (
                 f"0 of {len(outcome)} responses reach {threshold} (rewards {low.numpy()!s} to {high.numpy()!s}), so "
-                f"none counts as a success; lower {flag}, or check the reward."
+                f"none counts as a success; lower {flag}, or check the reward (docs/reward.md)."
             )
     if not uniform:
         return None
     return (
         f"in each of the {groups:.0f} groups the {samples} {what}, with a mean reward of "
-        f"{status[names.REWARD_MEAN]:.3f}, so nothing is learned; check the reward, or give "
+        f"{status[names.REWARD_MEAN]:.3f}, so nothing is learned; check the reward (docs/reward.md), or give "
         f"--rollout.n_samples_per_prompt more than {samples}."
     )
 
