@@ -277,7 +277,9 @@ def test_the_verdict_is_printed_with_its_interval_and_ends_the_table(tmp_path: P
     write_study(tmp_path / "runs", {"grpo": 0.0, "gtpo": 0.3})
     experiment._write_results(read_grid(write(tmp_path, settings={}, seeds=[1, 2, 3])))
     printed, table = capsys.readouterr().out, (tmp_path / "runs" / "table.md").read_text()
-    assert re.search(r"math500, mean@32: gtpo is better than grpo \(\+0\.\d+, 95 % interval \+\S+ to \+\S+\)\.\n", table)
+    assert re.search(
+        r"math500, mean@32: gtpo is better than grpo \(\+0\.\d+, 95 % interval \+\S+ to \+\S+\)\.\n", table
+    )
     assert printed.startswith(table) and printed.endswith(f"{tmp_path}/runs/report/index.html\n")
 
 

@@ -24,6 +24,7 @@ def check_guide(args: Arguments, policy: Model) -> None:
     guide.check_code("--actor.trust_remote_code")
     if not args.algo.guide.endpoint:
         guide.check_weights()
+        guide.check_length(args.data.max_len)
     _check_same_tokenizer(policy, guide)
     if args.algo.guide.endpoint:
         from openrlhf_gtpo.training.features.guide.endpoint_requests import check_endpoint

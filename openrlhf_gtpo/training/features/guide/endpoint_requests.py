@@ -60,13 +60,12 @@ def check_endpoint(args: Arguments) -> None:
     guide, rollout, moves = args.algo.guide, args.rollout, False
     if (rollout.temperature, rollout.top_p) == (1, 1):
         return
-    said = f"--algo.guide.endpoint {guide.endpoint}"
+    said, model = f"--algo.guide.endpoint {guide.endpoint}", guide.model_name_or_path
+    assert model is not None
     try:
         client = openai.OpenAI(base_url=guide.endpoint, api_key=api_key(), max_retries=0, timeout=_LOOK_LIMIT)
         for token in _PROBES:
-            cold, warm = (
-                _highest_log_prob(client, guide.model_name_or_path, token, temperature) for temperature in (0.5, 1.0)
-            )
+            cold, warm = (_highest_log_prob(client, model, token, temperature) for temperature in (0.5, 1.0))
             moves |= abs(cold - warm) > _NOISE
     except (openai.APIError, httpx2.InvalidURL, ValueError, AttributeError, LookupError, TypeError) as error:
         raise UsageError(f"{said} does not answer as vLLM's http://HOST:PORT/v1 would: {one_line(error)}") from error
