@@ -1,8 +1,7 @@
 """A decoder-only model as numbers: its ``config.json``, its parameters by part and rank, and the arithmetic it does.
 
 Owns the one reader of ``config.json``, the one formula for floating-point operations and the one count of parameters.
-The latter two describe the model that the Megatron actor builds (``megatron/model/policy.py`` and ``bridge.py``), not
-an ideal one.
+The latter two describe the model that the Megatron actor builds (``megatron/families.py``), not an ideal one.
 """
 
 import json
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.megatron.families import FAMILIES
 
 VOCABULARY_MULTIPLE = 128  # each rank's rows of embedding and head are padded to a multiple of it, as in Megatron
 
@@ -47,18 +47,6 @@ PRESETS = {
 # Their names on the Hub; the instruction-tuned models have the same sizes.
 HUB = {f"Qwen/Qwen2.5-{name.upper()}": name for name in ("3b", "7b", "32b")}
 _OF_HUB = HUB | {f"{name}-Instruct": preset for name, preset in HUB.items()}
-# Defaults of transformers' configuration classes for fields that matter here and that a config.json may omit.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen2": {"num_key_value_heads": 32, "use_sliding_window": False},
-    "qwen3": {"num_key_value_heads": 32, "use_sliding_window": False, "head_dim": 128},
-    "qwen3_moe": {
-        "num_key_value_heads": 4,
-        "use_sliding_window": False,
-        "norm_topk_prob": False,
-        "num_experts_per_tok": 8,
-    },
-}
 
 
 def read_config(source: str | Path) -> dict[str, Any]:
@@ -76,7 +64,8 @@ def read_config(source: str | Path) -> dict[str, Any]:
     try:
         fields = json.loads((path / "config.json" if path.is_dir() else path).read_text())
         if isinstance(fields, dict) and fields.get("model_type"):
-            return _DEFAULTS.get(fields["model_type"], {}) | fields
+            family = FAMILIES.get(fields["model_type"])
+            return (family.defaults if family else {}) | fields
         reason = "it has no model_type"
     except OSError as error:
         reason = str(error.strerror)
@@ -90,7 +79,7 @@ def read_config(source: str | Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a llama, mistral, qwen2, qwen3 or qwen3_moe model.
+    """Sizes of a model of one of the :data:`FAMILIES`, or of one that is like them.
 
     Fields:
         hidden_size: H.
@@ -132,7 +121,8 @@ class ModelShape:
             return value
 
         kind, heads = config.model_type, size("num_attention_heads")
-        moe = kind == "qwen3_moe"
+        family = FAMILIES.get(kind, FAMILIES["llama"])
+        moe = family.has_experts
         return cls(
             model_type=kind,
             hidden_size=size("hidden_size"),
@@ -143,8 +133,8 @@ class ModelShape:
             head_dim=size("head_dim", default=size("hidden_size") // heads),
             vocab_size=size("vocab_size"),
             tied=bool(getattr(config, "tie_word_embeddings", False)),
-            qkv_bias=kind == "qwen2",
-            qk_norm=kind in ("qwen3", "qwen3_moe"),
+            qkv_bias=family.qkv_bias,
+            qk_norm=family.qk_norm,
             num_experts=size("num_experts", "num_local_experts") if moe else 0,  # the latter since transformers 5
             experts_per_token=size("num_experts_per_tok") if moe else 0,
         )

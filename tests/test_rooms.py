@@ -20,7 +20,7 @@ from openrlhf_gtpo.training.settings.flags import DERIVED
 PACKAGE = Path(__file__).resolve().parents[1] / "openrlhf_gtpo"
 
 # Heavy libraries, by the names under which they land in sys.modules.
-HEAVY = {"openrlhf", "ray", "vllm", "megatron", "transformer_engine", "transformers", "deepspeed", "mbridge", "peft"}
+HEAVY = {"openrlhf", "ray", "vllm", "megatron", "transformer_engine", "transformers", "deepspeed", "peft"}
 HEAVY |= {"flash_attn", "datasets", "torch"}
 
 # Those of them that importing a whole room may bring in.
@@ -30,7 +30,7 @@ MAY_BRING_IN = {
     "lora": {"torch"},
     "shared_prompts": {"torch"},
     "checkpoints": {"torch"},
-    "megatron": {"torch", "megatron", "transformers", "mbridge", "transformer_engine"},
+    "megatron": {"torch", "megatron", "transformers", "transformer_engine"},
     "weight_sync": {"torch", "ray", "vllm"},
     "platform": {"torch"},
     "tasks": {"torch", "transformers", "datasets"},
@@ -75,7 +75,7 @@ INNER = {
 }
 # The files beside them that all of them may import, and which import none of them; the others import the rooms, and no
 # room may import those.
-BESIDE = {"megatron": set(), "training": {"arguments", "rows", "feature", "host", "step"}}
+BESIDE = {"megatron": {"families"}, "training": {"arguments", "rows", "feature", "host", "step"}}
 # What has something of every feature, from their list: a command line has all flags, and a run those that are on.
 COMPOSES = {"training/settings/flags.py", "training/settings/rules.py", "training/run.py"}
 # What has something of one feature: vLLM is given one class for its workers, by name, and an evaluation shows the

@@ -84,12 +84,23 @@ def shards_of(index: Path) -> list[str]:
         raise UsageError(f"{index.parent}: {index.name} cannot be read: {one_line(error)}") from error
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors of a model's weights: those that an index names, or all without one.
+
+    Raises:
+        UsageError: as :func:`shards_of`.
+    """
+    if (folder / INDEX).exists():
+        return [folder / name for name in shards_of(folder / INDEX)]
+    return sorted(set(folder.glob(WEIGHTS)) - set(folder.glob(_SECOND_COPY)))
+
+
 def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Name to shape of a model's weights, from the headers of its safetensors; empty if it has none.
 
     Raises:
         UsageError: a file cannot be read, for example because it is cut off, or two files have the same weight
-            (Transformers, vLLM and mbridge would take different ones); the message names the folder.
+            (Transformers and vLLM would take different ones); the message names the folder.
     """
     from safetensors import SafetensorError, safe_open  # here, because the doctor may run where nothing is installed
 

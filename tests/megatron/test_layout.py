@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from openrlhf_gtpo.megatron.families import FAMILIES
 from openrlhf_gtpo.megatron.parallel.layout import (
-    SUPPORTED_ARCHITECTURES,
     Layout,
     LayoutError,
     check_layout,
@@ -197,7 +197,7 @@ def test_legal_sizes_divide_what_is_split(config: SimpleNamespace) -> None:
     assert math.lcm(*legal_tensor_parallel_sizes(config)) == everything
 
 
-@pytest.mark.parametrize("kind", SUPPORTED_ARCHITECTURES)
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_configurations_of_transformers_are_read(kind: str) -> None:
     from transformers import AutoConfig
 

@@ -2,12 +2,15 @@
 logits and the full tensors sent to vLLM show.
 """
 
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 from tests.support.families import SHALLOW, make_checkpoint, ragged_rows
@@ -96,6 +99,27 @@ def test_every_rank_gets_the_checkpoint(found: tuple, checkpoints: dict) -> None
             assert set(weights) == set(exact), name
             for key, value in exact.items():
                 assert np.array_equal(weights[key], value.to(torch.bfloat16).float().numpy()), (name, key)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("model.norm.weight"), "lacks model.norm.weight"),
+        (
+            lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"][1:]}),
+            "lm_head.weight has the shape (150, 64) in model.safetensors, and config.json says (151, 64)",
+        ),
+    ],
+)
+def test_weights_of_another_model(
+    change: Callable, message: str, checkpoints: dict, tmp_path: Path, one_rank: RankPool
+) -> None:
+    shutil.copytree(checkpoints["llama"][0], tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(AssertionError, match=re.escape(message)):
+        one_rank.run(logits, str(tmp_path), Layout(), [[[1, 2]]])
 
 
 def test_a_model_of_the_hub_is_loaded_by_its_name(checkpoints: dict, ranks: RankPool) -> None:

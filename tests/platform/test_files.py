@@ -69,7 +69,7 @@ def test_a_second_copy_of_the_weights_does_not_count(tmp_path: Path) -> None:
 
 
 def test_a_weight_in_two_files_is_not_chosen_by_chance(tmp_path: Path) -> None:
-    """Transformers would read model.safetensors, vLLM what an index names, and mbridge without one any file."""
+    """Transformers would read model.safetensors, vLLM what an index names."""
     for file in ("model.safetensors", "ema.safetensors"):
         save_file({"model.norm.weight": torch.zeros(2)}, tmp_path / file)
     with pytest.raises(UsageError, match="ema.safetensors and model.safetensors both have the weight model.norm.we"):

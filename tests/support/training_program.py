@@ -9,6 +9,7 @@ import torch
 from openrlhf_gtpo.algorithms import policy_surrogate
 from openrlhf_gtpo.megatron.model.layers import NormColumnParallelLinear
 from openrlhf_gtpo.megatron.model.policy import LoadedModel, ModelOptions, load_model
+from openrlhf_gtpo.megatron.model.weights import FullWeights
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.megatron.train.trainer import OptimizerOptions, Trainer
 from openrlhf_gtpo.token_values import MicroBatch
@@ -147,22 +148,4 @@ def _sum_over_ranks(value: float) -> float:
 
 def _named(model: LoadedModel, of: Callable) -> dict[str, Any]:
     """Hugging Face name -> full tensor of ``of(parameter)``, gathered over the shards."""
-    import copy
-
-    from openrlhf_gtpo.megatron.parallel.host import megatron_calls
-
-    twin = copy.copy(model.stage)
-    values = {name: of(parameter) for name, parameter in model.stage.named_parameters()}
-    twin.named_parameters = lambda: iter(  # type: ignore[method-assign]
-        (name, _like(parameter, values[name])) for name, parameter in model.stage.named_parameters()
-    )
-    with megatron_calls():
-        return {name: tensor.float().clone().numpy() for name, tensor in model.bridge.export_weights([twin])}
-
-
-def _like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """``value`` with the attributes that say how shards are merged."""
-    value = value.detach().clone()
-    value.tensor_model_parallel = parameter.tensor_model_parallel  # type: ignore[attr-defined]
-    value.partition_dim = parameter.partition_dim  # type: ignore[attr-defined]
-    return value
+    return {name: tensor.float().clone().numpy() for name, tensor in FullWeights(model, 2**30, of).tensors()}

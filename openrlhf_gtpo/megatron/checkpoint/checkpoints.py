@@ -151,7 +151,7 @@ class PendingSave:
         if get_rank() == 0:
             self._reserve.unlink()
         self._manifest = {
-            "model": checkpoint_folder.describe_model(model.bridge.hf_config),
+            "model": checkpoint_folder.describe_model(model.hf_config),
             "dtype": dtype_name(model),
             "layout": asdict(model.options.layout),
             "world_size": get_world_size(),
@@ -240,7 +240,7 @@ def load_checkpoint(path: Path, target: Trainer | LoadedModel) -> dict[str, Any]
 
 def _load_verified(path: Path, target: Trainer | LoadedModel) -> dict[str, Any]:
     model, trainer = model_and_trainer(target)
-    hf_config, dtype, for_training = model.bridge.hf_config, dtype_name(model), trainer is not None
+    hf_config, dtype, for_training = model.hf_config, dtype_name(model), trainer is not None
     check = partial(check_checkpoint, path, hf_config, dtype=dtype, for_training=for_training)
     manifest = from_first_rank(check, CheckpointError)
     if found := refusal(manifest.get("lora"), model.lora):

@@ -9,6 +9,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from openrlhf_gtpo.megatron.families import FAMILIES
 from openrlhf_gtpo.megatron.parallel.layout import Layout, LayoutError, legal_tensor_parallel_sizes
 from openrlhf_gtpo.model_shape import ModelShape
 
@@ -89,7 +90,7 @@ def check_fp8(options: Fp8Options, hf_config: Any, layout: Layout, *, cuda: bool
             f"$fp8 {options.mode} needs a CUDA device of compute capability 8.9 or above, and this host has "
             "none; $fp8 emulated gives FP8's numbers (not its speed) on any host."
         )
-    if hf_config.model_type == "qwen3_moe":
+    if FAMILIES[hf_config.model_type].has_experts:
         raise LayoutError(f"$fp8 {options.mode} does not cover the experts of {hf_config.model_type}; leave it out.")
     scales = os.environ.get(FP32_SCALES)
     if options.recipe == "blockwise" and scales != "1":

@@ -19,9 +19,6 @@ from torch import Tensor
 
 from openrlhf_gtpo.megatron.fp8.quantize import E4M3, SQUARES, Quantized, amax_of, grid, quantize, scale_of
 
-# Attributes that Megatron's layers set on a parameter, and that mbridge reads to cut a tensor into shards.
-_MEGATRON_S = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel", "allreduce")
-
 
 def is_fp8(parameter: Tensor) -> bool:
     """True if the parameter's only copy on the device is in FP8."""
@@ -54,9 +51,8 @@ def loading(stage: torch.nn.Module, *, for_training: bool = True) -> Iterator[No
         if parameter is not None and is_fp8(parameter)
     ]
     for module, name, parameter in places:
-        plain = torch.nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device))
-        vars(plain).update({key: value for key, value in vars(parameter).items() if key in _MEGATRON_S})
-        module._parameters[name] = plain
+        plain = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        module._parameters[name] = torch.nn.Parameter(plain)
     try:
         yield
     finally:

@@ -26,10 +26,10 @@ from torch import Tensor
 from openrlhf_gtpo.lora import LoraOptions
 from openrlhf_gtpo.lora.init import initial_a
 from openrlhf_gtpo.lora.merge import merge
+from openrlhf_gtpo.megatron.model.conversion import Stored
 from openrlhf_gtpo.megatron.model.layers import rms_norm
 from openrlhf_gtpo.platform.agreement import all_gather_objects
 
-_COLUMN, _ROW = ("linear_qkv", "linear_fc1"), ("linear_proj", "linear_fc2")
 _SUFFIX = "_adapters"  # of a product's name; in Megatron's names of these modules and their parameters, and no others
 
 
@@ -42,36 +42,27 @@ class Adapters(torch.nn.Module):
     """The adapters of one product, or this rank's parts of them: ``q_proj_A`` (r, in), ``q_proj_B`` (out, r), ….
 
     Args:
-        linear: the product, whose outputs on this rank are ``groups`` × the ``sizes`` of Hugging Face's matrices.
-        names: Hugging Face's names of those matrices' weights, in the order of ``sizes``.
-        is_column: TP shards the product's outputs; otherwise its inputs.
+        linear: the product.
+        stored: its weight in a checkpoint, a tensor for each of Hugging Face's matrices.
         seed: the run's; A is drawn whole and then cut, so that every layout starts with the same.
     """
 
-    def __init__(
-        self,
-        linear: torch.nn.Module,
-        names: list[str],
-        sizes: list[int],
-        groups: int,
-        is_column: bool,
-        options: LoraOptions,
-        seed: int,
-    ) -> None:
+    def __init__(self, linear: torch.nn.Module, stored: Stored, options: LoraOptions, seed: int) -> None:
         super().__init__()
-        self.names, self.enabled = names, True
-        self._sizes, self._groups, self._is_column, self._scale = sizes, groups, is_column, options.scale
+        self.names, self.enabled = stored.names, True
+        self._sizes, self._groups, self._scale = stored.sizes, stored.groups, options.scale
+        self._is_column = is_column = stored.cut == 0  # TP shards the product's outputs; otherwise its inputs
         self._config: Any = linear.config
         tp, rank = parallel_state.get_tensor_model_parallel_world_size(), self._tp_rank
         weight: Any = linear.weight
         inputs = weight.shape[1]
-        for (name, part), size in zip(self._parts(), sizes, strict=True):
+        for (name, part), size in zip(self._parts(), self._sizes, strict=True):
             if not options.adapts(name.removesuffix(".weight")):
                 continue
             a = initial_a(options.rank, inputs if is_column else inputs * tp, name, seed)
             a = a if is_column else a.split(inputs, dim=1)[rank].contiguous()
             self._add(f"{part}_A", a.to(weight), None if is_column else 1)
-            self._add(f"{part}_B", weight.new_zeros(groups * size, options.rank), 0 if is_column else None)
+            self._add(f"{part}_B", weight.new_zeros(self._groups * size, options.rank), 0 if is_column else None)
 
     def _add(self, name: str, values: Tensor, sharded_dim: int | None) -> None:
         parameter: Any = torch.nn.Parameter(values)
@@ -164,33 +155,26 @@ def _fused_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(hidden, weight.shape, weight, eps)
 
 
-def add_adapters(stage: Any, bridge: Any, options: LoraOptions, seed: int) -> list[str]:
+def add_adapters(stage: Any, stored: dict[str, tuple[Stored, ...]], options: LoraOptions, seed: int) -> list[str]:
     """Freeze ``stage``, give its products adapters, and return Hugging Face's names of the modules that have one.
 
-    After its weights are loaded, since mbridge looks for all parameters in the checkpoint.
+    Args:
+        stored: what a checkpoint has of the stage's parameters.
     """
-    config, adapted = stage.config, []
+    adapted = []
     stage.requires_grad_(False)
-    for local_name, name in bridge._weight_name_mapping_mcore_local_to_global(stage).items():
-        path, _, product = local_name.removesuffix(".weight").rpartition(".")
-        if not local_name.endswith(".weight") or product not in (*_COLUMN, *_ROW):
+    for name, (weight,) in stored.items():
+        path, _, product = name.removesuffix(".weight").rpartition(".")
+        if not name.endswith(".weight") or not product.startswith("linear_"):
             continue
-        names = bridge._weight_name_mapping_mcore_to_hf(name)
-        if not any(options.adapts(weight.removesuffix(".weight")) for weight in names):
+        if not any(options.adapts(matrix.removesuffix(".weight")) for matrix in weight.names):
             continue
         parent = stage.get_submodule(path)
         linear = getattr(parent, product)
-        groups, outputs = 1, linear.weight.shape[0]
-        sizes = [outputs // len(names)] * len(names)
-        if product == "linear_qkv":
-            # Each group of queries is followed by its keys and values.
-            head, queries = config.kv_channels, config.num_attention_heads // config.num_query_groups
-            sizes = [queries * head, head, head]
-            groups = outputs // sum(sizes)
-        adapters = Adapters(linear, names, sizes, groups, product in _COLUMN, options, seed)
+        adapters = Adapters(linear, weight, options, seed)
         parent.add_module(product + _SUFFIX, adapters)
         linear.register_forward_hook(adapters.add_to)
-        adapted += [weight.removesuffix(".weight") for weight, _, _ in adapters.pairs()]
+        adapted += [matrix.removesuffix(".weight") for matrix, _, _ in adapters.pairs()]
     if stage.pre_process:
         # A recomputed layer gets gradients only if its input wants them, which a frozen embedding's output does not.
         stage.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())

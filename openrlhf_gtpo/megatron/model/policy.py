@@ -25,12 +25,14 @@ from openrlhf_gtpo.megatron.fp8 import weights as fp8_weights
 from openrlhf_gtpo.megatron.fp8.fp8 import Fp8
 from openrlhf_gtpo.megatron.fp8.options import Fp8Options, check_fp8_host, check_transformer_engine
 from openrlhf_gtpo.megatron.model.adapters import adapters_of, add_adapters
-from openrlhf_gtpo.megatron.model.bridge import EXPERTS, make_bridge, read_config
+from openrlhf_gtpo.megatron.model.config import layer_spec, megatron_config, read_config, rotary_arguments
+from openrlhf_gtpo.megatron.model.conversion import EXPERTS, Stored, load_weights, stored_parameters
 from openrlhf_gtpo.megatron.model.packing import Packed, TreeParams
 from openrlhf_gtpo.megatron.parallel import groups
 from openrlhf_gtpo.megatron.parallel.context import gather_actions
 from openrlhf_gtpo.megatron.parallel.host import device, has_transformer_engine, megatron_calls, on_cuda
 from openrlhf_gtpo.megatron.parallel.layout import Layout
+from openrlhf_gtpo.model_shape import ModelShape
 from openrlhf_gtpo.platform.agreement import from_first_rank
 from openrlhf_gtpo.platform.files import model_folder
 
@@ -163,15 +165,18 @@ class PolicyGPTModel(GPTModel):
 
 @dataclass
 class LoadedModel:
-    """This rank's stage of a model, and the bridge that knows its Hugging Face names.
+    """This rank's stage of a model.
 
     Fields:
+        hf_config: the checkpoint's configuration.
+        stored: what each of the stage's parameters is in a checkpoint (:func:`stored_parameters`).
         lora: what checkpoints say of its adapters (see ``lora.folder``); None if it has none.
         after_pass: called after every pass over micro-batches, backward included.
     """
 
     stage: PolicyGPTModel
-    bridge: Any
+    hf_config: Any
+    stored: dict[str, tuple[Stored, ...]]
     options: ModelOptions
     fp8: Fp8 | None = None
     lora: dict[str, Any] | None = None
@@ -201,7 +206,7 @@ def load_model(
     """Load this rank's part of the checkpoint ``source``, a folder or a name on the Hub, on the groups that
     ``groups.initialize`` made.
 
-    Weights are streamed one tensor at a time; no rank holds the whole model.
+    Each rank reads its own parts of the tensors.
 
     Args:
         with_weights: False leaves the parameters unset, for a checkpoint that is loaded afterwards.
@@ -209,50 +214,47 @@ def load_model(
 
     Raises:
         LayoutError: this process's device does not support the requested FP8.
-        UsageError: as :func:`model_folder`.
+        UsageError: as :func:`model_folder` and :func:`load_weights`.
     """
     if options.fp8 is not None and not options.fp8.emulated:
         major, minor = (torch.version.cuda or "0.0").split(".")[:2]
         check_fp8_host(options.fp8, torch.cuda.get_device_capability(), (int(major), int(minor)))
         check_transformer_engine(options.fp8.recipe)
-    # mbridge would fetch only config.json (0.15.1, core/bridge.py, _get_actual_hf_path).
     folder = model_folder(source, weights=with_weights)
     config = read_config(folder)
     # The cache of this method (an lru_cache in megatron-core 0.16.1) keeps embeddings, and each of them keeps a group.
     groups.at_destroy(RotaryEmbedding.forward.cache_clear)
     with megatron_calls():
-        bridge = make_bridge(config, options.layout, options.dtype, options.fields())
         with torch.set_grad_enabled(for_training):  # which Transformer Engine's FP8 weights go by
-            stage = _build_stage(bridge, options).to(device())
+            stage = _build_stage(config, options).to(device())
+        stored = stored_parameters(stage, config)
         if with_weights:
-            with torch.no_grad(), fp8_weights.loading(stage, for_training=for_training):
-                bridge.load_weights([stage], str(folder), memory_efficient=True)
-        # After the weights, because mbridge expects every buffer to be in the checkpoint (0.15.1, core/bridge.py,
-        # _weight_name_mapping_mcore_local_to_global).
+            with fp8_weights.loading(stage, for_training=for_training):
+                load_weights(stage, stored, folder)
         fp8 = Fp8(options.fp8, stage, for_training=for_training) if options.fp8 else None
         lora = None
         if options.lora is not None:
-            assert fp8 is None and config.model_type != "qwen3_moe", "adapters go with neither FP8 nor experts"
-            names = add_adapters(stage, bridge, options.lora, options.seed)
+            assert fp8 is None and stage.config.num_moe_experts is None, "adapters go with neither FP8 nor experts"
+            names = add_adapters(stage, stored, options.lora, options.seed)
             lora = from_first_rank(partial(description, options.lora, names, folder), UsageError)
-    return LoadedModel(stage, bridge, options, fp8, lora)
+    return LoadedModel(stage, config, stored, options, fp8, lora)
 
 
-def _build_stage(bridge: Any, options: ModelOptions) -> PolicyGPTModel:
-    arguments = bridge._get_gptmodel_args()
-    bridge.vocab_size = arguments["vocab_size"]
-    multiple = bridge.make_vocab_size_divisible_by
-    bridge.padded_vocab_size = -(-bridge.vocab_size // multiple) * multiple
+def _build_stage(hf_config: Any, options: ModelOptions) -> PolicyGPTModel:
+    assert parallel_state.get_tensor_model_parallel_world_size() == options.layout.tensor_model_parallel_size
+    config = megatron_config(hf_config, options.layout, options.dtype, options.fields())
     stage = PolicyGPTModel(
-        config=bridge.config,
-        transformer_layer_spec=bridge._get_transformer_layer_spec(),
+        config=config,
+        transformer_layer_spec=layer_spec(config),
+        vocab_size=ModelShape.of(hf_config).padded_vocab_size(options.layout.tensor_model_parallel_size),
+        max_sequence_length=hf_config.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=bridge.hf_config.tie_word_embeddings,
-        **(arguments | {"vocab_size": bridge.padded_vocab_size}),
+        share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
+        **rotary_arguments(hf_config),
     )
     stage.temperature = options.temperature
-    stage.real_vocab_size = bridge.vocab_size
+    stage.real_vocab_size = hf_config.vocab_size
     stage.lm_head_bytes = options.lm_head_bytes
     for name, parameter in stage.named_parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)

@@ -2,9 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
-from types import SimpleNamespace
 
 import torch
 from megatron.core import parallel_state
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from openrlhf_gtpo.megatron.fp8.weights import in_high_precision
 from openrlhf_gtpo.megatron.model.adapters import adapters_of, is_adapter
-from openrlhf_gtpo.megatron.model.bridge import EXPERTS
+from openrlhf_gtpo.megatron.model.conversion import EXPERTS, Stored
 from openrlhf_gtpo.megatron.model.policy import LoadedModel
 from openrlhf_gtpo.megatron.parallel.host import device
 from openrlhf_gtpo.platform.agreement import all_gather_objects
@@ -23,32 +22,33 @@ class _Parameter:
     """One Megatron parameter of a pipeline stage, and what other ranks have in its place.
 
     Fields:
-        local_name: its name within its stage.
-        names: its name within the whole model; for an expert, the names that all expert-parallel ranks have here.
+        name: its name within its stage.
         shape: of the shard.
-        partition_dim: the dimension along which TP shards it; None if every tensor-parallel rank has all of it.
-        hf: Hugging Face names and full shapes of the tensors that all of these become.
+        stored: the tensors that it becomes; for an expert, those of all expert-parallel ranks.
     """
 
     stage: int
-    local_name: str
-    names: tuple[str, ...]
+    name: str
     shape: torch.Size
-    partition_dim: int | None
-    hf: tuple[tuple[str, tuple[int, ...]], ...]
+    stored: tuple[Stored, ...]
+
+    @property
+    def tensors(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Hugging Face's names and full shapes of all of them."""
+        return [entry for stored in self.stored for entry in zip(stored.names, stored.shapes, strict=True)]
 
     @property
     def is_expert(self) -> bool:
-        return EXPERTS in self.local_name
+        return EXPERTS in self.name
 
     @property
     def is_split(self) -> bool:
         """True if each rank has a part of its values."""
-        return self.partition_dim is not None or len(self.names) > 1
+        return len(self.stored) > 1 or (self.stored[0].cut is not None and self.stored[0].ranks > 1)
 
     @property
     def full_numel(self) -> int:
-        return sum(math.prod(shape) for _, shape in self.hf)
+        return sum(stored.numel for stored in self.stored)
 
 
 class FullWeights:
@@ -79,7 +79,7 @@ class FullWeights:
         self._experts = parallel_state.get_expert_tensor_and_model_parallel_group()
         self._pp = parallel_state.get_pipeline_model_parallel_group()
         self._parts = list(self._cut(self._plan(), bucket_bytes))
-        self.buckets = [[entry for parameter in part for entry in parameter.hf] for part in self._parts]
+        self.buckets = [[entry for parameter in part for entry in parameter.tensors] for part in self._parts]
 
     @torch.no_grad()
     def fill(self, index: int, buffer: Tensor) -> None:
@@ -87,10 +87,13 @@ class FullWeights:
         part = self._parts[index]
         full = buffer[: sum(parameter.full_numel for parameter in part)]
         if part[0].stage == parallel_state.get_pipeline_model_parallel_rank():
-            pieces: list[Tensor] = []
+            rest = full
             for parameter, shards in zip(part, self._shards(part), strict=True):
-                pieces += [tensor.reshape(-1) for _, tensor in self._convert(parameter, shards)]
-            torch.cat(pieces, out=full)
+                # Shards are ordered by EP rank and then by TP rank.
+                count = len(shards) // len(parameter.stored)
+                for i, stored in enumerate(parameter.stored):
+                    tensors, rest = rest[: stored.numel], rest[stored.numel :]
+                    stored.collect(shards[i * count : (i + 1) * count], tensors)
         if self._pp.size() > 1:
             source = torch.distributed.get_global_rank(self._pp, part[0].stage)
             torch.distributed.broadcast(full, src=source, group=self._pp)
@@ -106,49 +109,12 @@ class FullWeights:
 
     def _plan(self) -> list[_Parameter]:
         """The parameters of all stages, the first stage's first."""
-        names = self._model.bridge._weight_name_mapping_mcore_local_to_global(self._model.stage, consider_ep=False)
-        described = [self._describe(name, names[name], parameter) for name, parameter in self._parameters.items()]
-        seen: set[str] = set()
-        plan = []
-        for parameter in chain.from_iterable(all_gather_objects(described, self._pp)):
-            if not {name for name, _ in parameter.hf} <= seen:  # a tied head comes again from the last stage
-                plan.append(parameter)
-                seen.update(name for name, _ in parameter.hf)
-        return plan
-
-    def _describe(self, local_name: str, name: str, parameter: Tensor) -> _Parameter:
-        """Describe a parameter of this rank. A conversion on the meta device gives the names and full shapes of the
-        Hugging Face tensors that it becomes, together with other ranks' parts."""
-        sharded = bool(getattr(parameter, "tensor_model_parallel", False)) and self._tp.size() > 1
-        described = _Parameter(
-            stage=parallel_state.get_pipeline_model_parallel_rank(),
-            local_name=local_name,
-            names=self._expert_names(name) if EXPERTS in name else (name,),
-            shape=parameter.shape,
-            partition_dim=parameter.partition_dim if sharded else None,  # type: ignore[attr-defined]
-            hf=(),
-        )
-        count = len(described.names) * (self._tp.size() if sharded else 1)
-        shards = [torch.empty(parameter.shape, device="meta") for _ in range(count)]
-        return replace(described, hf=tuple((n, tuple(tensor.shape)) for n, tensor in self._convert(described, shards)))
-
-    def _expert_names(self, name: str) -> tuple[str, ...]:
-        """The names that a local expert of this rank and its counterparts on all expert-parallel ranks have."""
-        ranks = parallel_state.get_expert_model_parallel_world_size()
-        local_experts = self._model.config.num_moe_experts // ranks
-        prefix, local = name.split(".weight")
-        return tuple(f"{prefix}.weight{rank * local_experts + int(local)}" for rank in range(ranks))
-
-    def _convert(self, parameter: _Parameter, shards: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Convert shards, ordered by EP rank and then by TP rank, to Hugging Face tensors."""
-        bridge = self._model.bridge
-        num_shards = len(shards) // len(parameter.names)
-        for i, name in enumerate(parameter.names):
-            merged = shards[i * num_shards]
-            if num_shards > 1:
-                like = SimpleNamespace(tensor_model_parallel=True, partition_dim=parameter.partition_dim)
-                merged = bridge._weight_merge_across_tp(name, shards[i * num_shards : (i + 1) * num_shards], like)
-            yield from zip(*bridge._weight_to_hf_format(name, merged), strict=True)
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        own = [_Parameter(stage, name, p.shape, self._model.stored[name]) for name, p in self._parameters.items()]
+        plan: dict[str, _Parameter] = {}  # by the first tensor, as a tied head comes again from the last stage
+        for parameter in chain.from_iterable(all_gather_objects(own, self._pp)):
+            plan.setdefault(parameter.stored[0].names[0], parameter)
+        return list(plan.values())
 
     def _cut(self, plan: list[_Parameter], bucket_bytes: int) -> Iterator[list[_Parameter]]:
         """Yield buckets of consecutive parameters of one stage, each of at most ``bucket_bytes`` in full."""
@@ -176,8 +142,8 @@ class FullWeights:
 
     def _values(self, parameter: _Parameter) -> Tensor:
         """This rank's part of a parameter."""
-        values = self._read(self._parameters[parameter.local_name])
-        adapters = self._adapters.get(parameter.local_name)
+        values = self._read(self._parameters[parameter.name])
+        adapters = self._adapters.get(parameter.name)
         return values if adapters is None else adapters.merged(values)
 
     def _all_gather(

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from openrlhf_gtpo.errors import SettingError
+from openrlhf_gtpo.megatron.families import FAMILIES
 
-SUPPORTED_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")  # Hugging Face's model_type
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
 RECOMPUTE = ("none", "selective", "full")  # activations that a backward pass recomputes
 
@@ -142,10 +142,10 @@ def check_architecture(hf_config: Any) -> None:
         ModelError: an architecture, attention, rotary embedding or storage format outside of what is supported.
     """
     kind = hf_config.model_type
-    if kind not in SUPPORTED_ARCHITECTURES:
+    if kind not in FAMILIES:
         raise ModelError(
             f"the Megatron actor does not support the architecture {kind!r}; it supports "
-            f"{', '.join(SUPPORTED_ARCHITECTURES)}, and the DeepSpeed actor runs the others."
+            f"{', '.join(FAMILIES)}, and the DeepSpeed actor runs the others."
         )
     if getattr(hf_config, "quantization_config", None) is not None:
         raise ModelError(
@@ -175,19 +175,17 @@ def check_architecture(hf_config: Any) -> None:
 
 def _assumed(hf_config: Any) -> dict[str, Any]:
     """The values that the converted model takes for granted, by configuration entry."""
-    assumed: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "is_causal": True}
-    if hf_config.model_type == "qwen3_moe":
-        assumed |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
-    return assumed
+    of_all = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "is_causal": True}
+    return of_all | FAMILIES[hf_config.model_type].assumed
 
 
 def _sliding_window(hf_config: Any) -> int | None:
-    """The attention window in tokens; None if attention always sees every earlier position. Transformers 5.15 reads
-    ``use_sliding_window`` only for Qwen's models, and ``layer_types`` only for its dense ones."""
-    window, kind = getattr(hf_config, "sliding_window", None), hf_config.model_type
-    if window is None or (kind.startswith("qwen") and not getattr(hf_config, "use_sliding_window", True)):
+    """The attention window in tokens; None if attention always sees every earlier position."""
+    switches = FAMILIES[hf_config.model_type].window_switches
+    window = getattr(hf_config, "sliding_window", None)
+    if window is None or ("use_sliding_window" in switches and not getattr(hf_config, "use_sliding_window", True)):
         return None
-    layers = getattr(hf_config, "layer_types", None) if kind in ("qwen2", "qwen3") else None
+    layers = getattr(hf_config, "layer_types", None) if "layer_types" in switches else None
     beyond = window >= hf_config.max_position_embeddings and _rope(hf_config)[0] == "default"  # a scaled one goes on
     return None if beyond or (layers and "sliding_attention" not in layers) else window
 
@@ -260,7 +258,7 @@ def _check_experts(hf_config: Any, layout: Layout, data_parallel_size: int) -> N
 
 def _experts(hf_config: Any) -> int:
     """Number of experts in each layer, 0 for a dense model."""
-    if hf_config.model_type != "qwen3_moe":
+    if not FAMILIES[hf_config.model_type].has_experts:
         return 0
     return getattr(hf_config, "num_experts", None) or getattr(hf_config, "num_local_experts", None) or 0
 
