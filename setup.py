@@ -66,7 +66,6 @@ setup(
             "xxhash==4.1.0",
         ],
         "megatron": [
-            "mbridge==0.15.1",
             "megatron-core==0.16.1",
         ],
         "dev": [

@@ -33,7 +33,6 @@ PACKAGES = (
     "datasets",
     "peft",
     "megatron.core",
-    "mbridge",
     "math_verify",
 )
 # Compiled for CUDA; an environment may do without them, and then with all modules that they bring.

