@@ -116,6 +116,10 @@ _QK_NORM = {
     "self_attention.q_layernorm.weight": _whole("self_attn.q_norm.weight"),
     "self_attention.k_layernorm.weight": _whole("self_attn.k_norm.weight"),
 }
+_STACKED = {
+    "self_attention.linear_qkv.weight": _qkv("self_attn.qkv_proj.weight"),
+    "mlp.linear_fc1.weight": _gate_up("mlp.gate_up_proj.weight"),
+}
 _EXPERTS = {
     "pre_mlp_layernorm.weight": _whole("post_attention_layernorm.weight"),
     "mlp.router.weight": _whole("mlp.gate.weight"),
@@ -125,6 +129,12 @@ _EXPERTS = {
     "mlp.experts.linear_fc2.weight": _inputs("mlp.experts.{expert}.down_proj.weight"),
 }
 _NO_WINDOW = {"use_sliding_window": False}
+
+
+def _rotate_smollm3(hf_config: Any) -> dict[str, Any]:
+    """The layers without a rotary embedding, which are marked with 1 here, and with 0 by Hugging Face."""
+    rotated = hf_config.no_rope_layers[: hf_config.num_hidden_layers]
+    return {"no_rope_freq": [0 if layer else 1 for layer in rotated]}
 
 
 def _route_qwen3(hf_config: Any) -> dict[str, Any]:
@@ -156,6 +166,17 @@ FAMILIES = {  # by Hugging Face's model_type
     "qwen3": Family(
         _LLAMA | _QK_NORM,
         defaults=_NO_WINDOW | {"num_key_value_heads": 32, "head_dim": 128},
+        window_switches=("use_sliding_window", "layer_types"),
+    ),
+    "phi3": Family(
+        _LLAMA | _STACKED,
+        assumed={"resid_pdrop": 0.0, "embd_pdrop": 0.0},
+        partial_rotary=True,
+    ),
+    "smollm3": Family(
+        _LLAMA,
+        megatron=_rotate_smollm3,
+        defaults=_NO_WINDOW | {"num_key_value_heads": 4, "tie_word_embeddings": True},
         window_switches=("use_sliding_window", "layer_types"),
     ),
     "qwen3_moe": Family(

@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,8 +36,9 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-# The second vocabulary leaves 384 of 512 columns, as 151936 does. Two models have two layers per stage at PP2.
-MODELS = {
+PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+# The second vocabulary leaves 384 of 512 columns, as 151936 does. Three models have two layers per stage at PP2.
+MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "llama": ("llama", 151, SHALLOW),
     "llama-tied": ("llama", 896, SHALLOW | {"tie_word_embeddings": True}),
     "llama-3-rope": ("llama", 151, SHALLOW | {"rope_parameters": LLAMA3_ROPE}),
@@ -45,6 +47,8 @@ MODELS = {
     "qwen2-tied": ("qwen2", 151, SHALLOW | {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", 151, {}),
     "qwen3-tied": ("qwen3", 896, SHALLOW | {"tie_word_embeddings": True}),
+    "phi3": ("phi3", 151, SHALLOW | {"rope_parameters": PARTIAL_ROPE}),
+    "smollm3": ("smollm3", 896, {"tie_word_embeddings": True, "no_rope_layers": [1, 0, 0, 1]}),
 }
 MICRO_BATCHES = [[5, 1, 17, 9], [30], [3, 11]]
 BUCKETS = [1, 30_000, 2**30]  # bytes: one parameter per bucket, several, a whole stage

@@ -24,6 +24,7 @@ def make_checkpoint(directory: Path, family: str, vocab_size: int = 151, *, seed
         "tie_word_embeddings": False,
         "attention_dropout": 0.0,
         "rms_norm_eps": 1e-5,
+        "pad_token_id": None,  # some families' own is beyond the vocabulary
     }
     if family != "qwen2":
         common["head_dim"] = HEAD_DIM

@@ -128,7 +128,7 @@ MEGATRON = Group(
             "actor.backend",
             "deepspeed",
             "what trains the policy and scores with the reference: OpenRLHF's DeepSpeed models, or Megatron-core with "
-            "tensor, pipeline, context and expert parallelism. Models: llama, mistral, qwen2, qwen3, qwen3_moe",
+            "tensor, pipeline, context and expert parallelism, for the models in docs/megatron.md",
             choices=("deepspeed", "megatron"),
         ),
         *LAYOUT,

@@ -15,6 +15,8 @@ FAMILIES = {
     "mistral": {"sliding_window": None},
     "qwen2": {},
     "qwen3": {"head_dim": 16},
+    "phi3": {"pad_token_id": None},
+    "smollm3": {"pad_token_id": None},
     "qwen3_moe": {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
 }
 

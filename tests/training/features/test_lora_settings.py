@@ -12,7 +12,7 @@ from tests.support.command_lines import argv_of, assert_names
 from tests.support.families import SHALLOW, make_checkpoint
 from tests.training.checks.conftest import command, model  # noqa: F401  # fixtures
 
-LORA = {"--ds.lora.rank": 8, "--actor.adam.lr": 1e-5}
+LORA: dict[str, Any] = {"--ds.lora.rank": 8, "--actor.adam.lr": 1e-5}
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,16 @@ def test_of_a_mixture_what_is_not_routed_is_adapted(
     else:
         run.check(run.parse(argv_of(command | LORA | changes)))
         assert "experts and routers of a mixture get no adapters" in capsys.readouterr().err
+
+
+def test_megatron_adapts_no_matrix_of_several(
+    refused: Callable[..., str], model: Path, tmp_path: Path, no_engine: None  # noqa: F811
+) -> None:
+    stacked = make_checkpoint(tmp_path / "phi3", "phi3", 96, **SHALLOW)
+    for file in model.glob("tokenizer*"):
+        shutil.copy(file, stacked)
+    changes = {"--actor.model_name_or_path": stacked, "--actor.backend": "megatron"}
+    assert_names(refused(LORA | changes), "--ds.lora.rank phi3 --actor.backend deepspeed")
 
 
 def test_another_base_is_refused_before_anything_starts(

@@ -10,6 +10,7 @@ from openrlhf_gtpo.checkpoints.folder import MANIFEST, newest_whole, read_manife
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.lora import ALL_LINEAR, LoraOptions
 from openrlhf_gtpo.lora.folder import fingerprint, refusal, without_comparison
+from openrlhf_gtpo.megatron.families import FAMILIES
 from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.checks.model import Model
 from openrlhf_gtpo.training.checks.settings import Refusal, refuse
@@ -71,6 +72,12 @@ def _modules(args: Arguments, model: Model) -> Iterator[Refusal]:
         megatron and model.has_experts,
         f"--ds.lora.rank {lora.rank} is not offered for mixtures of experts with --actor.backend megatron; "
         "give deepspeed, or leave it out.",
+    )
+    kind = model.config.model_type
+    yield (
+        megatron and kind in FAMILIES and FAMILIES[kind].is_stacked,
+        f"--ds.lora.rank {lora.rank} is not offered for {kind} with --actor.backend megatron, whose checkpoints have "
+        "query, key and value in one matrix; give deepspeed, or leave it out.",
     )
     matrices = [name.removesuffix(".weight") for name, shape in model.weight_shapes.items() if len(shape) == 2]
     known = {name.rsplit(".", 1)[-1] for name in matrices if LoraOptions(1, 1).adapts(name)}
