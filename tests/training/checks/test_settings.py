@@ -21,7 +21,6 @@ from tests.support.command_lines import argv_of, assert_names
 pytestmark = pytest.mark.usefixtures("no_engine")
 
 AHEAD = {"--train.async_enable": True, "--algo.advantage.is_correction_level": "token", "--rollout.entropy": "auto"}
-IN_FLIGHT = AHEAD | {"--train.partial_rollout_enable": True}
 UPSTREAMS = {"--algo.advantage.estimator": "group_norm"}
 
 
@@ -64,57 +63,12 @@ def test_a_quantized_policy(refused: Callable[..., str], model: Path, tmp_path: 
     assert message.startswith(f"--actor.model_name_or_path {quantized} is quantized (quantization_config")
 
 
-def test_numbers_that_have_a_meaning_upstream_are_accepted(command: dict[str, Any]) -> None:
-    odd = "--algo.kl.init_coef 0 --ref.num_gpus_per_node 0 --critic.adam.lr -1 --reward.num_nodes 0 --eval.steps -1 "
-    odd += "--ckpt.save_steps -1 --critic.freezing_steps -1 --actor.max_norm -1 --rollout.vllm_generate_batch_size 0 "
-    odd += "--ds.zero_stage 0 --actor.adam.lr 0 --actor.eps_clip_low_high 1.5 inf --actor.entropy_coef -0.1 "
-    odd += "--ckpt.max_mem inf --reward.stop_properly_penalty_coef -0.5 --algo.dynamic_filtering_range -1 1"
-    parse([*argv_of(command), *odd.split()])
-
-
-def test_a_small_host_has_as_many_replicas_as_it_can_run(
-    command: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """OpenRLHF's default of eight, which a host without CUDA and with fewer cores replaces."""
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    small = {"--actor.num_gpus_per_node": None, "--train.batch_size": 4, "--rollout.batch_size": 16}
-    check(parse(argv_of(command | small | {"--rollout.micro_batch_size": 4})))
-
-
-def test_upstreams_estimators_may_sample_from_a_part_of_the_distribution(command: dict[str, Any]) -> None:
-    args = parse(argv_of(command | {"--algo.advantage.estimator": "group_norm", "--rollout.top_p": 0.9}))
-    check(args)
-
-
-def test_without_staleness_weights_in_flight_leave_nothing_to_chance(command: dict[str, Any]) -> None:
-    changes = {"--train.full_determinism_enable": True, "--train.max_staleness": 0}
-    check(parse(argv_of(command | IN_FLIGHT | changes)))
-
-
 @pytest.mark.parametrize("estimator", ["gtpo", "group_norm"])
 def test_an_asynchronous_run_takes_what_a_synchronous_one_takes(command: dict[str, Any], estimator: str) -> None:
     changes = {"--algo.advantage.estimator": estimator, "--eval.before_training": True, "--train.spike_zscore": 10}
     args = parse(argv_of(command | AHEAD | changes))
     check(args)
     assert estimator != "gtpo" or args.rollout.entropy == "sampler"
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"--train.colocate_all": True, "--algo.kl.init_coef": 0, "--ref.num_gpus_per_node": 2},
-        {"--algo.advantage.estimator": "group_norm", "--train.colocate_all": True}
-        | AHEAD
-        | {"--vllm.num_engines": 2, "--ref.num_gpus_per_node": 1},
-        {"--vllm.num_engines": 2, "--ref.num_gpus_per_node": 2},
-        {"--train.colocate_critic_reward": True, "--reward.num_gpus_per_node": 2},
-        {"--algo.advantage.estimator": "gae", "--train.colocate_all": True, "--algo.kl.init_coef": 0}
-        | {"--actor.num_gpus_per_node": 2, "--vllm.num_engines": 2, "--critic.num_gpus_per_node": 1},
-    ],
-    ids=str,
-)
-def test_groups_may_differ_if_they_fit_or_share_no_gpus(command: dict[str, Any], changes: dict[str, Any]) -> None:
-    check(parse(argv_of(command | changes)))
 
 
 @pytest.mark.parametrize("flag", ["--ckpt.output_dir", "--ckpt.path"])

@@ -16,7 +16,6 @@ SAMPLER = {"--rollout.entropy": "sampler"}
 ONE = ("--algo.advantage.estimator", "gtpo", "--algo.kl.init_coef", "0", "--rollout.batch_size", "4")
 KL_REWARD = ("--algo.kl.init_coef", "0.1")
 TWO = ("--train.batch_size", "8")
-CORRECTION = ("--algo.advantage.is_correction_level", "token")
 
 
 def choose(*argv: str) -> str:
@@ -26,39 +25,6 @@ def choose(*argv: str) -> str:
 def test_an_unknown_vllm_is_refused(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "why_no_sampler_entropy", lambda: "vLLM 0.1 is not known")
     assert refused(SAMPLER) == "--rollout.entropy sampler cannot work here: vLLM 0.1 is not known; leave it out."
-
-
-@pytest.mark.parametrize(
-    ("argv", "chosen", "said"),
-    [
-        ((), "sampler", ""),
-        (("--rollout.top_p", "0.9"), "actor", "auto takes the actor's entropies: --rollout.top_p 0.9"),
-        (TWO, "actor", "the old-policy forward is done all the same: the 2 optimizer steps of a rollout"),
-        ((*TWO, "--rollout.vllm_generate_batch_size", "2"), "sampler", ""),
-        (KL_REWARD, "actor", "the old-policy forward is done all the same: KL as a reward"),
-        ((*KL_REWARD, "--algo.kl.use_loss", "--algo.kl.estimator", "k2"), "sampler", ""),
-        (
-            (*TWO, *CORRECTION, "--rollout.log_probs", "sampler"),
-            "sampler",
-            "--rollout.log_probs sampler: each of the 2 optimizer steps of a rollout takes its own log-probs",
-        ),
-    ],
-    ids=str,
-)
-def test_auto_takes_the_sampler_where_that_saves_a_forward(
-    argv: tuple[str, ...], chosen: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert choose("--rollout.entropy", "auto", *argv) == chosen
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == bool(said) and said in "".join(lines)
-
-
-@pytest.mark.parametrize("argv", [TWO, KL_REWARD], ids=["two steps", "KL as a reward"])
-def test_a_sampler_that_saves_nothing_is_named(argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    assert choose("--rollout.entropy", "sampler", *argv) == "sampler"
-    assert capsys.readouterr().err.startswith(
-        "--rollout.entropy sampler saves no time: the old-policy forward is done"
-    )
 
 
 def test_auto_takes_the_actor_if_values_would_leave_vllm_one_by_one(

@@ -15,11 +15,9 @@ from openrlhf_gtpo.errors import Restartable, UsageError
 from openrlhf_gtpo.platform import PLATFORM_VARIABLE
 from openrlhf_gtpo.platform import gpus as gpus_here
 from openrlhf_gtpo.training import host
-from openrlhf_gtpo.training.host import Gpus, check_gpus, check_ray, gpus_of, start_ray, without_cuda, without_kernels
-from openrlhf_gtpo.training.run import parse
+from openrlhf_gtpo.training.host import Gpus, check_gpus, check_ray, gpus_of, start_ray, without_kernels
 from openrlhf_gtpo.training.settings import upstream_parser
 from openrlhf_gtpo.training.settings.frozen import changed, freeze
-from tests.support.command_lines import BASE
 
 SIZES = (
     "--actor.num_gpus_per_node 4 --ref.num_gpus_per_node 4 --critic.num_gpus_per_node 2 --reward.num_gpus_per_node 2"
@@ -60,38 +58,6 @@ def test_an_agents_run_has_no_reward_model() -> None:
     argv = f"{GROUP} --reward.num_gpus_per_node 2 --train.agent_func_path agent.py"
     args = upstream_parser.parse(argv.replace("--reward.remote_url r.py", "").split())
     assert gpus_of(args).reward == 0
-
-
-@pytest.mark.parametrize(
-    ("argv", "sizes"),
-    [
-        ("", (1, 1, 0, 0, 1, 0)),  # upstream's eight of each
-        ("--train.colocate_actor_ref", (1, 0, 0, 0, 1, 0)),
-        ("--actor.num_gpus_per_node 2", (2, 2, 0, 0, 1, 0)),
-        ("--actor.num_gpus_per_node 4 --ref.num_gpus_per_node 2", (4, 2, 0, 0, 1, 0)),
-        ("--actor.backend megatron --megatron.tensor_model_parallel_size 8", (8, 8, 0, 0, 1, 0)),
-    ],
-)
-def test_a_laptop_starts_no_gpu_nodes_worth_of_processes(argv: str, sizes: tuple, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    args = freeze(upstream_parser.parse(f"{GROUP} {argv}".split()))
-    before = gpus_of(args)
-    args = changed(args, without_cuda(args))
-    assert gpus_of(args) == sizes
-    assert args.ref.num_gpus_per_node in (2, args.actor.num_gpus_per_node)  # upstream compares groups that share
-    said = capsys.readouterr().err
-    for name, was, size in zip(("actor", "ref"), before, sizes):
-        assert (f"No CUDA on this host: --{name}.num_gpus_per_node {was} becomes {size}." in said) == (was != size)
-
-
-def test_a_cpu_has_no_gpus_memory_for_micro_batches_on_megatron(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = [*BASE, "--actor.backend", "megatron"]
-    assert parse(argv).train.max_tokens_per_gpu == 2048
-    assert "--train.max_tokens_per_gpu 16192 becomes 2048" in capsys.readouterr().err
-    assert parse([*argv, "--train.max_tokens_per_gpu", "4096"]).train.max_tokens_per_gpu == 4096
-    assert parse(BASE).train.max_tokens_per_gpu == 16192
-    parse([*argv, "--train.micro_batch_size", "4"])
-    assert "--train.micro_batch_size (the Megatron actor's micro-batches have --train.max" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
