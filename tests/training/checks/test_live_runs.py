@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -110,6 +111,19 @@ def test_a_run_waits_for_one_that_is_ending(start, tmp_path: Path, monkeypatch, 
     assert (
         len(said) == 1 and f"in use by another run (process {first.pid} on" in said[0] and "600 s at most" in said[0]
     )
+
+
+def test_a_lock_that_its_holder_has_just_removed_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flock = fcntl.flock
+
+    def remove_first(file: Any, operation: int) -> None:
+        Path(file.name).unlink()
+        monkeypatch.setattr(fcntl, "flock", flock)
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", remove_first)
+    with alone(run_of(tmp_path), patience=0.0):
+        assert len([*tmp_path.rglob("*.lock")]) == 3
 
 
 def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
