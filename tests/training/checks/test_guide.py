@@ -122,19 +122,3 @@ def test_its_own_code_is_refused(guided: dict[str, Any], model: Path, tmp_path: 
     config = json.loads((other / "config.json").read_text()) | {"auto_map": {"AutoConfig": "x.Y"}}
     (other / "config.json").write_text(json.dumps(config))
     assert "brings Python code of its own" in refused(guided | {"--algo.guide.model_name_or_path": other})
-
-
-def test_a_guide_without_a_share_is_none_and_its_flags_are_named(
-    guided: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    without = guided | {"--algo.guide.fraction": 0, "--algo.guide.ratio_cap": 3}
-    assert parse(argv_of(without)).algo.guide.model_name_or_path is None
-    assert "--algo.guide.model_name_or_path, --algo.guide.ratio_cap (neither" in capsys.readouterr().err
-    parse(argv_of(guided | {"--algo.guide.rescue_weight": 2}))
-    assert "--algo.guide.rescue_weight (there is no --algo.guide.rescue_batch)" in capsys.readouterr().err
-    parse(argv_of(guided | {"--algo.guide.endpoint": "http://somewhere/v1", "--algo.guide.num_engines": 2}))
-    assert "--algo.guide.num_engines (--algo.guide.endpoint replaces the guide's engines)" in capsys.readouterr().err
-    parse(argv_of(without | RESCUES | {"--algo.guide.steps": 5, "--train.batch_size": 10**6}))
-    said = capsys.readouterr().err
-    assert "--algo.guide.steps (there is no --algo.guide.fraction)" in said
-    assert "--train.batch_size" not in said, "rescued rows may fill it"

@@ -151,23 +151,6 @@ def test_the_distance_is_of_own_action_tokens() -> None:
 MEGATRON = {"--actor.backend": "megatron"}
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({}, "--actor.backend deepspeed routes by itself"),
-        (MEGATRON | {"--megatron.override": "moe_router_fusion=true"}, "moe_router_fusion=true takes no routes"),
-        (MEGATRON | {"--train.replay_rollouts": "dumps"}, "rows that the run has not sampled itself have no routes"),
-    ],
-)
-def test_what_cannot_be_replayed_is_refused_and_auto_is_off(
-    flags: dict[str, Any], message: str, command: dict[str, Any]  # noqa: F811
-) -> None:
-    argv = argv_of({**command, **flags})
-    assert not run.parse(argv).rollout.replays_routes
-    with pytest.raises(UsageError, match=message):
-        run.parse([*argv, "--rollout.routing_replay", "on"])
-
-
 @pytest.mark.parametrize("experts", [0, 4])
 def test_mixtures_have_it_by_default(experts: int, command: dict[str, Any]) -> None:  # noqa: F811
     config = SimpleNamespace(num_experts=experts) if experts else SimpleNamespace()
