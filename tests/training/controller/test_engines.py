@@ -62,7 +62,7 @@ def killed(monkeypatch: pytest.MonkeyPatch, brief_waits: None) -> Iterator[list[
     yield found
     over.set()
     for thread in set(threading.enumerate()) - set(before):
-        thread.join(timeout=60)
+        thread.join(timeout=600)
         assert not thread.is_alive()
 
 

@@ -147,14 +147,14 @@ def test_engines_sample_while_a_step_trains_and_not_while_weights_are_sent(
     def sampled() -> Rollout:
         if ended:  # all but the first
             samples.set()
-            assert trains.wait(60)
+            assert trains.wait(600)
         rollout = sample()
         ended.append(run.controller.engines.version)
         return rollout
 
     def fitted(kl_ctl: float) -> Any:
         if len(run.actors.trained) == 0:
-            assert samples.wait(60), "the next rollout has not begun"
+            assert samples.wait(600), "the next rollout has not begun"
         trains.set()
         return fit(kl_ctl)
 

@@ -259,6 +259,9 @@ def test_what_is_asked_again_keeps_its_templates_variables(
         states["prompts_in_flight"]["prompts"] = pack_json([entry[:6] for entry in kept])
     again = Run(monkeypatch, tmp_path / "again", 18, loaded=states)
     again.controller._load()
+    kept_again = unpack_json(again.controller.rollouts.state()["prompts_in_flight"]["prompts"])
+    assert [entry[:6] for entry in kept_again] == [entry[:6] for entry in kept]
+    assert {entry[4] for entry in kept} == {0, 1}, "weights of both steps have been asked"
     requests = [prompt.request for prompt in again.controller.rollouts._prompts.values()]
     assert len(requests) == len(kept) > 0
     assert all(each.variables == ({} if is_old else {"tags": [int(each.prompt)]}) for each in requests)
