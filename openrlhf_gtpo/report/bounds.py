@@ -42,7 +42,7 @@ def notes(rows: Rows) -> dict[str, str]:
     if computed and tokens and computed > tokens:
         found[names.PPO_TRAIN] = f"{1 - tokens / computed:.0%} of its tokens are padding"
     elif computed and tokens:
-        found[names.PPO_TRAIN] = f"computes {computed / tokens:.0%} of the rows' tokens"
+        found[names.PPO_TRAIN] = f"computes {computed / tokens:.0%} of its tokens"
     return found
 
 
