@@ -206,11 +206,11 @@ def checked_inputs(flags: dict[str, Any], model: str, named: str | None = None) 
 
     checkpoint = Model(model, "--model")
     checkpoint.check_weights()
-    before, flags = flags, prompts.filled(flags, prompts.kept_prompts(Path(model)))
     if flags["data.max_len"] is None:
         positions = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", _MAX_LEN)
-        flags["data.max_len"] = min(_MAX_LEN, positions)
+        flags = flags | {"data.max_len": min(_MAX_LEN, positions)}
     checkpoint.check_length(flags["data.max_len"])
+    before, flags = flags, prompts.filled(flags, prompts.kept_prompts(Path(model)))
     file, trained_with = flags["reward.remote_url"], prompts.kept_prompts(Path(model)).get(prompts.AGENT)
     if trained_with and not (file or flags[prompts.AGENT] or _is_own(trained_with, model, named or model)):
         raise UsageError(
