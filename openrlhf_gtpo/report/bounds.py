@@ -5,7 +5,7 @@ as it was measured. The flags are those that the run's settings allow; the train
 line of ``metrics.jsonl``).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import NamedTuple
 
@@ -68,13 +68,13 @@ def gains(rows: Rows) -> list[Gain]:
         offers |= {name: text for name, text in row.items() if name.startswith(names.OFFER_PREFIX)}
     found = [
         Gain(before / after, offers[name], why)
-        for name, before, after, why in _bounds(rows)
+        for name, before, after, why in _bounds(rows, offers)
         if name in offers and before > _WORTH * after > 0
     ]
     return sorted(found, reverse=True)
 
 
-def _bounds(rows: Rows) -> Iterator[tuple[str, float, float, str]]:
+def _bounds(rows: Rows, offers: Mapping[str, str]) -> Iterator[tuple[str, float, float, str]]:
     """Offers with the seconds of a step, or of the run, and those that are left at least."""
     step = _median(rows, names.TIMING_STEP_WALL)
     phases = [_median(rows, names.timing(phase)) for phase in (*names.PHASES, names.OLD_LOG_PROBS)]
@@ -84,7 +84,8 @@ def _bounds(rows: Rows) -> Iterator[tuple[str, float, float, str]]:
     waits = _median(rows, names.IDLE_TRAINER)
     if waits is None:
         why = "engines, on GPUs of their own, sample while the policy trains"
-        yield names.OFFER_ONE_STEP_OFF, step, max(sampling, step - sampling), why
+        also = forward if "--rollout.entropy" in offers.get(names.OFFER_ONE_STEP_OFF, "") else 0.0
+        yield names.OFFER_ONE_STEP_OFF, step, max(sampling, step - sampling - also), why
     else:
         rollout, mean, most = (
             _median(rows, name) or 0.0

@@ -23,9 +23,9 @@ STEP = {
 AHEAD = {names.IDLE_TRAINER: 6.0, names.TIMING_ROLLOUT: 10.0}
 
 
-def run_of(offer: str, **more: float) -> list[dict[str, Any]]:
+def run_of(offer: str, flags: str = "--flag", **more: float) -> list[dict[str, Any]]:
     """Two steps, 5 s apart, and 5 s behind the last; before it went on from step 1 it was gone for a long time."""
-    begin = {"kind": names.KIND_RUN, names.SAMPLES: 8, offer: "--flag"}
+    begin = {"kind": names.KIND_RUN, names.SAMPLES: 8, offer: flags}
     return [
         begin | {"step": 0, "time": 0.0},
         {"kind": names.KIND_TRAIN, "step": 1, "time": 30.0, **STEP, **more},
@@ -52,6 +52,12 @@ def test_a_bound_takes_away_what_the_flag_can(offer: str, more: dict[str, float]
     [gain] = bounds.gains(run_of(offer, **more))
     assert gain.factor == pytest.approx(seconds / left)
     assert gain.flags == "--flag"
+
+
+def test_one_step_off_without_the_forward_pass_saves_both() -> None:
+    seconds = {names.timing(names.GENERATION): 4.0}
+    [gain] = bounds.gains(run_of(names.OFFER_ONE_STEP_OFF, "--rollout.entropy sampler", **seconds))
+    assert gain.factor == pytest.approx(10 / (10 - 4 - 1))
 
 
 def test_what_gains_nothing_is_not_named() -> None:
