@@ -39,13 +39,12 @@ program+=(--)
 # Sourced, so that the script runs the program above with its own flags.
 if [[ -f "$MEASURE" ]]; then
     # shellcheck source=/dev/null
-    source "$(realpath -s "$MEASURE")" # not what a link leads to: train.sh reads its name
+    source "$(realpath "$MEASURE")"
 fi
-preset="${MEASURE#train_}" # train_PRESET.sh: its name in version 0.1
-[[ -f "$here/presets/${preset%.sh}.sh" ]] || {
+[[ -f "$here/presets/${MEASURE%.sh}.sh" ]] || {
     printf "benchmark_train: MEASURE is '%s'; it must be a preset or a script: %s.\n" "$MEASURE" \
         "$(cd "$here/presets" && echo *.sh | sed 's/\.sh//g')" >&2
     exit 2
 }
 # shellcheck source=examples/scripts/train.sh
-source "$here/train.sh" "${preset%.sh}" "$@"
+source "$here/train.sh" "${MEASURE%.sh}" "$@"

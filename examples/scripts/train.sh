@@ -28,10 +28,8 @@ refuse() {
 
 # What only benchmark_train.sh and the planner's script set, when they source this file.
 [[ "${BASH_SOURCE[0]}" != "$0" ]] || unset program planned
-# train_PRESET.sh, the scripts of version 0.1, are links to this file.
-preset="$(basename "${BASH_SOURCE[0]}" .sh)"
-preset="${preset#train_}"
-if [[ "$preset" == train && "${1:--}" != -* ]]; then
+preset=''
+if [[ "${1:--}" != -* ]]; then
     preset="$1"
     shift
 fi
@@ -64,7 +62,7 @@ while (($# > 0)); do
     shift
 done
 
-[[ -f "$preset_file" ]] || refuse "expected the name of a preset, one of: $(cd "$presets" && echo *.sh | sed 's/\.sh//g'); got '${preset#train}'."
+[[ -f "$preset_file" ]] || refuse "expected the name of a preset, one of: $(cd "$presets" && echo *.sh | sed 's/\.sh//g'); got '$preset'."
 unread='' # what --cpu has values of its own for
 for variable in MODEL DATA EVAL_DATA EVAL_STEPS GPUS_PER_NODE CONTEXT_PARALLEL MAX_TOKENS_PER_GPU GUIDE_ENGINES GUIDE_TENSOR_PARALLEL \
     VLLM_ENGINES VLLM_TENSOR_PARALLEL VLLM_GPU_MEMORY VLLM_MAX_NUM_SEQS VLLM_MAX_NUM_BATCHED_TOKENS \
