@@ -40,6 +40,7 @@ setup(
     license_files=["LICENSE"],
     packages=find_packages(include=["openrlhf_gtpo*"]),
     package_data={"": ["*.css", "*.html", "*.js", "*.json", "*.jsonl", "*.md", "*.typed"]},
+    entry_points={"console_scripts": ["openrlhf-gtpo = openrlhf_gtpo.cli.__main__:main"]},
     python_requires=">=3.10",
     install_requires=[
         "Jinja2>=3.1",
