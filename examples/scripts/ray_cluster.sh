@@ -205,7 +205,7 @@ explain() {
     # The trainer's one sentence, wherever `ray job submit` put it on its line.
     grep -aoE 'train_ppo_ray( stopped)?: .*' "$logs/train.log" | tail -n 1 >&2 || tail -n 20 "$logs/train.log" >&2
     ! $stopping || return 0
-    if grep -aqE 'train_ppo_ray stopped: asked to' "$logs/train.log"; then
+    if grep -aqE 'train_ppo_ray stopped: on request' "$logs/train.log"; then
         status=75
         return 0
     fi

@@ -32,8 +32,8 @@ def run_step(run: "Controller") -> Rollout:
     run.engines.wait_for_lost()
     run.log.costs.sampled([*rollout.rows, *rollout.others])
 
-    # Values, advantages: what the old policy, and the other models, say of the rows; the credit shapes the rewards
-    # with the entropies, and a group's rows compare theirs. From here on rows are upstream's experiences.
+    # Score the rows with the old policy, reference and critic, then turn rewards and entropies into advantages. From
+    # here on rows are upstream's experiences.
     with run.phases.timed(names.MAKE_EXPERIENCE, metrics):
         own = run.maker.make(rollout.rows)
         others = run.maker.make(rollout.others, own=False) if rollout.others else []

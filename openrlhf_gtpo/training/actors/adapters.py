@@ -159,10 +159,10 @@ def described(model: Module, options: LoraOptions, source: str) -> dict[str, Any
 
 
 def check_same(path: Path, own: dict[str, Any] | None) -> None:
-    """Refuse the checkpoint ``path`` for a run with other adapters than it has, or with or without them.
+    """Raise if the adapters of the checkpoint ``path`` do not match the run's.
 
     Raises:
-        CheckpointError: it is, or it cannot be read.
+        CheckpointError: they do not, or it cannot be read.
     """
     saved = read_manifest(path).get("lora") if (path / MANIFEST).is_file() else None
     if found := refusal(saved, own):

@@ -42,7 +42,7 @@ _FRESH: Mapping[str, Any] = {"episode": 0, "global_step": 0, "total_consumed_pro
 
 
 class Controller:
-    """Trains; in the place of upstream's ``PPOTrainer``, whose constructor it has.
+    """Runs training. Drop-in replacement for upstream's ``PPOTrainer`` (same constructor).
 
     It has no random generator of its own: the prompt loader has one, whose state is part of the loader's.
 
@@ -131,7 +131,7 @@ class Controller:
         """
         if stop_file(self.args).exists():
             stop_file(self.args).unlink(missing_ok=True)
-            raise StoppedOnRequest("asked to, before its first step; there was nothing new to save.")
+            raise StoppedOnRequest("on request, before the first step; nothing to save.")
         wait_for_engines(self.engines.serving)  # no rank waits for those that share its GPUs and do not sleep
         self.engines.watch()
         states = self._load()
@@ -219,10 +219,10 @@ class Controller:
             return
         self.saver.save_at_last(self.step, self._states())
         stop_file(self.args).unlink(missing_ok=True)
-        left = f"which is saved in {self.args.ckpt.path}; the same command with --ckpt.load_enable goes on from there."
+        left = f"which is saved in {self.args.ckpt.path}; continue with the same command and --ckpt.load_enable."
         if self.args.ckpt.disable_ds:
-            left = "and --ckpt.disable_ds leaves no checkpoint to go on from."
-        raise StoppedOnRequest(f"asked to, after step {self.step}, {left}")
+            left = "and --ckpt.disable_ds leaves no checkpoint to continue from."
+        raise StoppedOnRequest(f"on request, after step {self.step}, {left}")
 
     def evaluate_if_due(self, states: Mapping[str, Any] | None = None, earlier: Rows = ()) -> None:
         """Evaluate ``--eval.dataset`` every ``--eval.steps`` steps, and keep the best checkpoint.
