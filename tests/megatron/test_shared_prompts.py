@@ -8,9 +8,10 @@ from openrlhf_gtpo.lora import LoraOptions
 from openrlhf_gtpo.megatron.model.packing import pack, pack_shared
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.token_values import MicroBatch
+from tests.megatron.test_megatron_logits import MODELS
 from tests.megatron.test_megatron_training import Reference, assert_close
 from tests.support import megatron_lora_program, moe_program, routing_program
-from tests.support.families import SHALLOW, make_checkpoint, ragged_rows
+from tests.support.families import make_checkpoint, ragged_rows
 from tests.support.logits_program import several
 from tests.support.rank_pool import RankPool
 from tests.support.training_program import gradients
@@ -41,20 +42,21 @@ STEP = [
 
 
 @pytest.mark.parametrize(
-    ("layout", "recompute", "tied"),
+    ("layout", "recompute", "model"),
     [
-        (Layout(), "none", False),
-        (Layout(tensor_model_parallel_size=4, sequence_parallel=True), "selective", False),
-        (FULL, "full", False),
-        (FULL, "none", True),
+        (Layout(), "none", "llama"),
+        (Layout(tensor_model_parallel_size=4, sequence_parallel=True), "selective", "llama"),
+        (FULL, "full", "llama"),
+        (FULL, "none", "qwen2-tied"),
+        (FULL, "none", "phi3"),
+        (FULL, "full", "smollm3"),
     ],
     ids=str,
 )
 def test_gradients_are_those_of_transformers(
-    layout: Layout, recompute: str, tied: bool, ranks: RankPool, tmp_path_factory: pytest.TempPathFactory
+    layout: Layout, recompute: str, model: str, ranks: RankPool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    fields = SHALLOW | {"tie_word_embeddings": tied}
-    family = "qwen2" if tied else "llama"
+    family, _, fields = MODELS[model]
     source = make_checkpoint(tmp_path_factory.mktemp("model"), family, VOCABULARY, **fields)
     reference = Reference(source)
     reference.backward(STEP, True)
