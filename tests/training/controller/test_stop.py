@@ -61,7 +61,7 @@ def test_a_request_before_the_first_step_needs_no_step(tmp_path: Path, monkeypat
     request = tmp_path / "request"
     run = controller(monkeypatch, run_arguments(tmp_path, "--ckpt.stop_file", str(request)), actors := Group())
     request.touch()
-    with pytest.raises(StoppedOnRequest, match="before its first step"):
+    with pytest.raises(StoppedOnRequest, match="before the first step"):
         run.fit()
     assert not request.exists() and not actors.called
 
