@@ -210,8 +210,9 @@ def checked_inputs(flags: dict[str, Any], model: str, named: str | None = None) 
         positions = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", _MAX_LEN)
         flags = flags | {"data.max_len": min(_MAX_LEN, positions)}
     checkpoint.check_length(flags["data.max_len"])
-    before, flags = flags, prompts.filled(flags, prompts.kept_prompts(Path(model)))
-    file, trained_with = flags["reward.remote_url"], prompts.kept_prompts(Path(model)).get(prompts.AGENT)
+    kept = prompts.kept_prompts(Path(model))
+    before, flags = flags, prompts.filled(flags, kept)
+    file, trained_with = flags["reward.remote_url"], kept.get(prompts.AGENT)
     if trained_with and not (file or flags[prompts.AGENT] or _is_own(trained_with, model, named or model)):
         raise UsageError(
             f"The model was trained with the agent {trained_with}, and its folder runs no code by itself; give "

@@ -103,8 +103,9 @@ def _bounds(rows: Rows, offers: Mapping[str, str]) -> Iterator[tuple[str, float,
             once = (prompts / samples + responses) / (computed * (prompts + responses) / tokens)
             left = step - (training + forward) * (1 - min(1.0, once))
             yield names.OFFER_SHARED_PROMPTS, step, left, "a prompt is computed once for its responses"
-    run = between_steps(rows) + sum(series(rows, names.KIND_TRAIN, names.TIMING_STEP_WALL)[1])
-    yield names.OFFER_RARER, run, run - between_steps(rows) / 2, "evaluations and checkpoints are half as many"
+    outside = between_steps(rows)
+    run = outside + sum(series(rows, names.KIND_TRAIN, names.TIMING_STEP_WALL)[1])
+    yield names.OFFER_RARER, run, run - outside / 2, "evaluations and checkpoints are half as many"
 
 
 def _median(rows: Rows, name: str) -> float | None:

@@ -25,19 +25,20 @@ def offers(args: Arguments) -> dict[str, str]:
             words = (f"--{flag}" if value is True else f"--{flag} {value}" for flag, value in changes.items())
             found[name] = " ".join(words)
 
-    automatic = _with(args, {"rollout.entropy": "auto"})
-    from_sampler = {"rollout.entropy": "sampler"} if args.rollout.entropy == "actor" else {}
-    if from_sampler and automatic is not None and automatic.rollout.entropy == "sampler":
-        offer(names.OFFER_SAMPLER_ENTROPY, from_sampler)
+    from_sampler: dict[str, Any] = {}
+    if args.rollout.entropy == "actor":
+        from_sampler["rollout.entropy"] = "sampler"
+        automatic = _with(args, {"rollout.entropy": "auto"})  # which takes the sampler's if that saves a forward pass
+        if automatic is not None and automatic.rollout.entropy == "sampler":
+            offer(names.OFFER_SAMPLER_ENTROPY, from_sampler)
     if not args.train.async_enable:
-        corrected = {
-            "algo.advantage.is_correction_level": "token",
-            "algo.advantage.is_correction_mode": "clip",
-            "algo.advantage.is_correction_threshold": 5,
-        }
-        corrected = corrected if args.algo.advantage.is_correction_level == "off" else {}
-        offer(names.OFFER_ONE_STEP_OFF, {"train.async_enable": True, **corrected})
-        offer(names.OFFER_ONE_STEP_OFF, {"train.async_enable": True, **from_sampler, **corrected})
+        ahead: dict[str, Any] = {"train.async_enable": True}
+        if args.algo.advantage.is_correction_level == "off":
+            ahead["algo.advantage.is_correction_level"] = "token"
+            ahead["algo.advantage.is_correction_mode"] = "clip"
+            ahead["algo.advantage.is_correction_threshold"] = 5
+        offer(names.OFFER_ONE_STEP_OFF, ahead)
+        offer(names.OFFER_ONE_STEP_OFF, ahead | from_sampler)  # if the estimator reads entropies
     elif not args.train.partial_rollout_enable:
         offer(names.OFFER_IN_FLIGHT, {"train.partial_rollout_enable": True})
     if args.train.shared_prompts == "off":
