@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.settings import flags, upstream_parser
 
 # The least that upstream accepts: its default estimator (gae) needs a reward model as critic, or a remote reward.
@@ -69,10 +68,10 @@ def ours(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def flatten(namespace: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten a nested namespace, or frozen arguments, into a dict of dotted name -> value."""
+    """Flatten a nested namespace, as ``by_flag`` does frozen arguments."""
     flat: dict[str, Any] = {}
     for name, value in vars(namespace).items():
-        if isinstance(value, SimpleNamespace) or type(value).__module__ == Arguments.__module__:
+        if isinstance(value, SimpleNamespace):
             flat |= flatten(value, f"{prefix}{name}.")
         else:
             flat[prefix + name] = value

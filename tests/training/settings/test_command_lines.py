@@ -21,7 +21,8 @@ from openrlhf_gtpo.platform import PLATFORM_VARIABLE
 from openrlhf_gtpo.training import host, run
 from openrlhf_gtpo.training.checks.settings import check_settings
 from openrlhf_gtpo.training.settings import upstream_parser
-from tests.support.command_lines import BASE, FixedClock, flatten
+from openrlhf_gtpo.training.settings.frozen import by_flag
+from tests.support.command_lines import BASE, FixedClock
 
 FILE = Path(__file__).with_name("command_lines.jsonl")
 BASE_WORDS = shlex.join((*BASE, "--data.prompt_dataset", "rows"))
@@ -45,7 +46,7 @@ def meaning(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[dict[
     values, refused = {}, ""
     try:
         args = run.parse(words)
-        values = json.loads(json.dumps(flatten(args), default=str))
+        values = json.loads(json.dumps(by_flag(args), default=str))
         check_settings(args)
     except UsageError as error:
         refused = str(error)

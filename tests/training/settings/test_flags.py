@@ -23,7 +23,7 @@ from openrlhf_gtpo.training.credit.experiences import ExperienceMaker
 from openrlhf_gtpo.training.credit.loss import CreditLoss, make_policy_loss
 from openrlhf_gtpo.training.settings import flags, page, upstream_parser, values
 from openrlhf_gtpo.training.settings.algorithms import AGGREGATION
-from openrlhf_gtpo.training.settings.frozen import changed, freeze
+from openrlhf_gtpo.training.settings.frozen import by_flag, changed, freeze
 from openrlhf_gtpo.training.settings.presets import PRESETS
 from tests.support import argument_types, command_lines
 from tests.support.command_lines import BASE
@@ -468,7 +468,7 @@ def test_relative_paths_are_of_the_folder_of_the_command(tmp_path: Path, monkeyp
 
     def settled(*argv: str) -> dict[str, Any]:
         args = freeze(upstream_parser.parse([*GROUP, *argv]))
-        return command_lines.flatten(changed(args, values.absolute_paths(args)))
+        return by_flag(changed(args, values.absolute_paths(args)))
 
     for name in ("model", "rows.jsonl", "reward.py", "data"):
         (tmp_path / name).mkdir()
