@@ -103,9 +103,12 @@ def _bounds(rows: Rows, offers: Mapping[str, str]) -> Iterator[tuple[str, float,
             once = (prompts / samples + responses) / (computed * (prompts + responses) / tokens)
             left = step - (training + forward) * (1 - min(1.0, once))
             yield names.OFFER_SHARED_PROMPTS, step, left, "a prompt is computed once for its responses"
-    outside = between_steps(rows)
-    run = outside + sum(series(rows, names.KIND_TRAIN, names.TIMING_STEP_WALL)[1])
-    yield names.OFFER_RARER, run, run - outside / 2, "evaluations and checkpoints are half as many"
+    steps, walls = series(rows, names.KIND_TRAIN, names.TIMING_STEP_WALL)
+    every = [int(word) for word in offers.get(names.OFFER_RARER, "").split() if word.isdigit()]
+    if max(every, default=0) <= steps[-1]:  # otherwise the run would have none at all
+        outside = between_steps(rows)
+        run = outside + sum(walls)
+        yield names.OFFER_RARER, run, run - outside / 2, "evaluations and checkpoints are half as many"
 
 
 def _median(rows: Rows, name: str) -> float | None:

@@ -60,6 +60,11 @@ def test_one_step_off_without_the_forward_pass_saves_both() -> None:
     assert gain.factor == pytest.approx(10 / (10 - 4 - 1))
 
 
+@pytest.mark.parametrize(("flags", "found"), [("--eval.steps 2 --ckpt.save_steps 2", 1), ("--eval.steps 4", 0)])
+def test_evaluations_are_not_put_behind_the_end(flags: str, found: int) -> None:
+    assert len(bounds.gains(run_of(names.OFFER_RARER, flags))) == found
+
+
 def test_what_gains_nothing_is_not_named() -> None:
     assert bounds.gains(run_of(names.OFFER_SAMPLER_ENTROPY, **{names.timing(names.OLD_LOG_PROBS): 0.1})) == []
     assert bounds.gains(run_of("offer/unknown")) == []
