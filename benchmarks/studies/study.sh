@@ -30,5 +30,5 @@ for evaluated in "$runs"/*/seed-*/evaluation/flags.json; do # written last
     rm -rf "$run/model"
 done
 pack "$results/runs.tar.xz" "$runs" "${kept[@]}"
-[[ ! -e $runs/report ]] || cp "$runs"/report/{index.html,*.png} "$results" # a killed experiment has not made it
+[[ ! -e $runs/report ]] || cp "$runs/report/policy_entropy.png" "$results" # a killed experiment has not made it
 exit "$status"
