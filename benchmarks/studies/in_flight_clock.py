@@ -28,9 +28,13 @@ from unittest import mock
 import numpy as np
 
 from benchmarks.suite.results import write_results
-from openrlhf_gtpo.training.controller import stream as module
-from openrlhf_gtpo.training.controller.stream import Stream
-from openrlhf_gtpo.training.rows import Request, Rollout
+from openrlhf_gtpo import platform
+
+platform.choose()
+
+from openrlhf_gtpo.training.controller import stream as module  # noqa: E402
+from openrlhf_gtpo.training.controller.stream import Stream  # noqa: E402
+from openrlhf_gtpo.training.rows import Request, Rollout  # noqa: E402
 
 GROUP, BATCH = 8, 32
 
