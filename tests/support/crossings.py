@@ -1,7 +1,7 @@
 """Where features cross: the tests in which several of them meet, the pairs that a command line is refused for, and the
 pairs that nothing tries.
 
-``python3 -m tests.support.crossings`` prints the table of docs/openrlhf.md that is made of it, and
+``python3 -m tests.support.crossings`` prints the table in docs/refusals.md that is made of it, and
 ``tests/training/test_crossings.py`` holds it to the tests and the refusals that there are. A new test in which
 features meet gets a line in ``MEETINGS``; a pair that it is the first to try leaves ``UNTRIED``.
 """
@@ -225,7 +225,7 @@ def table() -> Iterator[str]:
     for backend in BACKENDS:
         if UNTRIED[backend]:
             pairs = sorted(map(_said, UNTRIED[backend]))
-            yield from _point(f"Untried on {_called(backend)}: {'; '.join(pairs)}.")
+            yield from _point(f"Untried on {_called(backend)}: {', '.join(pairs)}.")
 
 
 def _point(text: str) -> list[str]:

@@ -78,6 +78,6 @@ def test_what_the_list_calls_refused_is_refused_with_its_sentence(
 
 def test_the_documents_have_its_table() -> None:
     """``python3 -m tests.support.crossings`` prints it."""
-    page = (ROOT / "docs" / "openrlhf.md").read_text("utf-8")
+    page = (ROOT / "docs" / "refusals.md").read_text("utf-8")
     _, begun, rest = page.partition("<!-- made by tests.support.crossings -->\n\n")
     assert begun and rest.partition("\n\n<!-- end -->")[0] == "\n".join(crossings_table())

@@ -119,7 +119,7 @@ _ALL_OF_THEM = Group(
             ),
         ),
     ),
-    page="openrlhf.md#what-works-with-gtpo-and-grpo_s",
+    page="refusals.md#what-works-with-gtpo-and-grpo_s",
 )
 
 
