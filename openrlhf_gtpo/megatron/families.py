@@ -140,9 +140,9 @@ def _rotate_smollm3(hf_config: Any) -> dict[str, Any]:
 def _route_qwen3(hf_config: Any) -> dict[str, Any]:
     """Routing as in Transformers and vLLM: logits in the model's dtype, their softmax in float32, no balancing loss.
 
-    Without norm_topk_prob Megatron chooses experts by that softmax in the model's dtype (megatron-core 0.16.1,
-    transformer/moe/moe_utils.py), and so others in near-ties: for random bf16 logits with a deviation of 1 and 64
-    experts, in 0.2 % of tokens.
+    Without norm_topk_prob megatron-core 0.16.1 chooses experts by that softmax in the model's dtype
+    (transformer/moe/moe_utils.py), and so others in near-ties: for random bf16 logits with a deviation of 1 and 64
+    experts, in 0.2 % of tokens. 0.19.2 chooses as Transformers does.
     """
     return {
         "num_moe_experts": hf_config.num_experts,

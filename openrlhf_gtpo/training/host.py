@@ -23,8 +23,8 @@ _UPSTREAM_ENVIRONMENT = {
     "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
 }
 
-# What Megatron asks for in its deterministic mode (megatron-core 0.16.1: TEDotProductAttention in
-# core/extensions/transformer_engine.py, validate_args in training/arguments.py).
+# What Megatron asks for in its deterministic mode (megatron-core 0.16.1, 0.19.2: TEDotProductAttention in
+# core/extensions/transformer_engine.py, validate_args in training/arguments.py, or training/determinism.py).
 _DETERMINISTIC_ENVIRONMENT = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring"}
 
 # Of a CPU host's memory, the share that vLLM wants free when an engine starts (vllm 0.29.0, v1/worker/cpu_worker.py);
@@ -176,7 +176,7 @@ def start_ray(args: Arguments, gpus: int) -> None:
     if args.actor.backend == "megatron":
         if args.megatron.tensor_model_parallel_size * args.megatron.context_parallel_size > 1:
             # Megatron overlaps communication with products by having kernels start in the order of their launch.
-            # Blackwell no longer needs it (megatron-core 0.16.1, training/arguments.py, validate_args).
+            # Blackwell no longer needs it (0.16.1, 0.19.2: training/arguments.py, validate_args).
             defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         if args.train.full_determinism_enable:
             defaults |= _DETERMINISTIC_ENVIRONMENT

@@ -19,7 +19,7 @@ from openrlhf_gtpo.checkpoints.folder import check_checkpoint, newest_whole
 from openrlhf_gtpo.megatron.checkpoint import state
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 from tests.support import checkpoint_program as program
-from tests.support.families import SHALLOW, make_checkpoint
+from tests.support.families import SHALLOW, SMALLEST, make_checkpoint
 from tests.support.rank_pool import RankPool
 
 SAVED_AT = Layout(tensor_model_parallel_size=2)
@@ -92,6 +92,13 @@ def test_training_goes_on_at_another_layout(written: Callable, variant: str, nam
         assert new[0] == pytest.approx(old[0], abs=tolerance)
         assert new[1] == pytest.approx(old[1], rel=1e-4 if exact else 5e-2)
         assert new[2] == old[2]
+
+
+def test_training_goes_on_from_a_checkpoint_of_megatron_core_0_16_1(tmp_path: Path, one_rank: RankPool) -> None:
+    source = make_checkpoint(tmp_path / "other", "llama", seed=1, **SMALLEST)
+    shutil.unpack_archive(Path(__file__).with_name("checkpoint_of_0.16.1.tar.xz"), tmp_path / "old")
+    [(old, new)] = one_rank.run(program.next_report, str(source), str(tmp_path / "old"))
+    assert new == pytest.approx(old, rel=1e-6)
 
 
 @pytest.mark.parametrize("distributed", [False, True])
@@ -169,7 +176,8 @@ def test_torchs_adam_and_transformer_engines_go_on_from_each_others_checkpoints(
         saved["state"] = {"common_step": torch.tensor(float(steps))} if saved_by == "torch" and steps else {}
     adam = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]) if loaded_by == "torch" else FusedAdam()
     loaded: list[dict[str, Any]] = []
-    megatrons = SimpleNamespace(optimizer=adam, load_state_dict=loaded.append)
+    config = SimpleNamespace(lr=0.5, min_lr=0.0)
+    megatrons = SimpleNamespace(optimizer=adam, config=config, load_state_dict=loaded.append)
     state._load_optimizer(megatrons, {"optimizer": saved} | ({"param_state": {}} if distributed else {}))
     found = loaded[0]["optimizer"]
     if loaded_by == "torch" and not distributed:

@@ -124,6 +124,24 @@ def resume(source: str, layout: Layout, folders: list[str], dtype: str, distribu
     return found
 
 
+def save_with_next_report(source: str, folder: str) -> None:
+    """Save after two steps, with the report of the third; as ``tests/megatron/checkpoint_of_0.16.1.tar.xz`` was made
+    from ``make_checkpoint(source, "llama", **SMALLEST)`` by megatron-core 0.16.1, on one rank."""
+    with on(Layout()):
+        report = train(make_trainer(source, Layout()), range(3))[2]
+        trainer = make_trainer(source, Layout())
+        train(trainer, range(2))
+        Checkpoints(folder).save("step2", trainer, {"report": list(report)})
+
+
+def next_report(source: str, folder: str) -> tuple[list[float], list[float]]:
+    """The reports of the third step of ``save_with_next_report`` and of a run that goes on from its checkpoint."""
+    with on(Layout()):
+        trainer = make_trainer(source, Layout())
+        saved = Checkpoints(folder).load(trainer)
+        return saved["report"], list(train(trainer, range(2, 3))[0])
+
+
 def resume_slower(source: str, folder: str, distributed: bool) -> tuple[list[list[float]], list[Any]]:
     """Learning rates before and after a step of three resumed runs: at the saved run's peak, at a hundredth of it, and
     at the same hundredth from a checkpoint of the slower run. Then the betas and eps with which the last one trained,

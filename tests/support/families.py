@@ -7,6 +7,8 @@ import torch
 
 LAYERS, HEADS, GROUPS, HIDDEN, HEAD_DIM = 4, 8, 4, 64, 16
 SHALLOW = {"num_hidden_layers": 2}  # one per stage at PP2; most files also have a model with two
+SMALLEST = {"hidden_size": 8, "intermediate_size": 8, "head_dim": 4, "num_attention_heads": 2}
+SMALLEST |= {"num_key_value_heads": 1, "num_hidden_layers": 1, "tie_word_embeddings": True}
 
 
 def make_checkpoint(directory: Path, family: str, vocab_size: int = 151, *, seed: int = 0, **fields: object) -> Path:

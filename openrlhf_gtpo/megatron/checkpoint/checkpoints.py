@@ -209,7 +209,8 @@ class PendingSave:
 
     def _take_reserve(self) -> None:
         """Reserve room for what Megatron writes next on the first rank only, where a failure would leave the others
-        waiting for it (megatron-core 0.16.1: ``save_common`` in a save, ``save_state_dict_async_finalize`` after)."""
+        waiting for it: the common state in a save, and after it what ``save_state_dict_async_finalize`` does
+        (megatron-core 0.16.1, 0.19.2)."""
         with open(self._reserve, "wb") as stream:
             os.posix_fallocate(stream.fileno(), 0, _RESERVE_BYTES)
 
@@ -255,7 +256,7 @@ def _load_verified(path: Path, target: Trainer | LoadedModel) -> dict[str, Any]:
         missing = checkpoint_state.missing_keys(state, load_sharded_metadata(str(path)))
         if missing:
             raise CheckpointError(f"{path} lacks {len(missing)} tensors that this run needs, such as {missing[0]}.")
-        # Besides tensors and plain values, it makes the few classes of megatron-core 0.16.1, core/safe_globals.py.
+        # Besides tensors and plain values, it makes the few classes of Megatron's core/safe_globals.py.
         small.update(torch.load(path / TRAINING_STATE, map_location="cpu", weights_only=True))
         if trainer is not None and (trainer.lr_schedule is None) != (small["trainer"]["lr_schedule"] is None):
             raise CheckpointError(f"{path} and this run do not both have a learning-rate schedule.")

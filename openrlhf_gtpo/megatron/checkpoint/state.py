@@ -120,9 +120,12 @@ def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     optimizer. Torch's Adam counts a plain optimizer's steps in its states, Transformer Engine's in its groups; each
     goes on from where the other was saved."""
     plain, saved, inner = state.pop("param_state", None) is None, state.get("optimizer", state), optimizer.optimizer
+    # Megatron 0.19.2 finds a saved group by its peak rate too, which is this run's own.
+    own = {"max_lr": optimizer.config.lr, "min_lr": optimizer.config.min_lr}
+    saved["param_groups"] = [group | own for group in saved["param_groups"]]
     counted = [group["step"] for group in saved["param_groups"] if "step" in group]
     # Megatron does not write a count of 0, and torch's Adam needs one to start. Can go once Megatron does
-    # (megatron-core 0.16.1, optimizer/optimizer.py, sharded_state_dict: ``if step``).
+    # (megatron-core 0.16.1, 0.19.2: optimizer/optimizer.py, sharded_state_dict, ``if step``).
     steps = saved.get("state", {}).get("common_step", counted[0] if counted else 0)
     if plain and isinstance(inner, torch.optim.Adam):
         saved["state"]["common_step"] = torch.tensor(float(steps))
@@ -141,7 +144,7 @@ def _own_boxes(
     boxes of the whole parameter's state, any TP × PP × DP finds its own part. Megatron's "fully_reshardable" allows
     that too, but gathers the states on one rank. Its formats that gather nothing are "dp_reshardable", tied to the
     layout of its buffers, and "fully_sharded_model_space", replaced by this one: it writes flat ranges, which
-    ``ShardedTensor`` of megatron-core 0.16.1 refuses.
+    ``ShardedTensor`` of megatron-core 0.16.1 and 0.19.2 refuses.
     """
     places = {part.data: part for part in _sharded_parts(model_state) if not isinstance(part, ShardedObject)}
     boxes = []
@@ -194,7 +197,7 @@ def split_into_boxes(
 
 def _own_steps(optimizer: Any) -> None:
     """Give each parameter a step counter of its own: Megatron gives them one in common, which each would then advance
-    (megatron-core 0.16.1, optimizer/distrib_optimizer.py, DistributedOptimizer.load_state_dict)."""
+    (megatron-core 0.16.1, 0.19.2: optimizer/distrib_optimizer.py, load_state_dict)."""
     for state in _states(optimizer):
         state["step"] = state["step"].clone()
 

@@ -3,8 +3,9 @@
 megatron-core 0.16.1 forks for it (``dist_checkpointing/strategies/filesystem_async.py``): one process per file even
 when it waits for them, and a manager for their results. A fork inside a Ray worker copies the locks of its gRPC,
 gloo and CUDA threads without the threads that release them, so the child may hang forever. A thread needs no fork,
-and its file writes release the interpreter. Can go with a Megatron that writes from threads and forks for nothing else
-(https://github.com/NVIDIA/Megatron-LM/pull/3633, after 0.16.1).
+and its file writes release the interpreter. 0.19.2 writes files from threads, but still has the manager, and a process
+around the threads (``async_utils.py``) if it is not to wait; its other way needs nvidia-resiliency-ext. Can go with a
+Megatron that writes in this process while training goes on.
 """
 
 import os
@@ -13,12 +14,15 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed import get_rank
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 from torch.overrides import TorchFunctionMode
 from torch.utils.serialization import config as serialization
@@ -37,16 +41,25 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
         super().__init__("torch_dist", 1, thread_count=1)  # one file per rank: a thread writes one at a time
         self.writer: Any = None
 
-    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> AsyncRequest:
-        """Plan the save (collective) and keep the writer; nothing is written yet."""
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, *strategy: str) -> AsyncRequest:
+        """Plan the save (collective) and keep the writer; only the small common state is written now.
+
+        Args:
+            strategy: absent with megatron-core 0.16.1, and with 0.19.2 that of nvidia-resiliency-ext, in whose place
+                Megatron's own is taken.
+        """
+        if strategy and get_rank() == 0:
+            # Where 0.16.1 writes it and alone reads it; 0.19.2 has it beside the tensors and reads either. Can go with
+            # 0.16.1, as can the asterisks.
+            torch.save(sharded_state_dict["common_state"].data, Path(checkpoint_dir, COMMON_STATE_FNAME))
         # Megatron would start the manager process here if it had no queue for results.
         filesystem_async._results_queue = queue.SimpleQueue()
         with _NoClones():
-            return super().async_save(sharded_state_dict, checkpoint_dir)
+            return super().async_save(sharded_state_dict, checkpoint_dir, *("mcore" for _ in strategy))
 
-    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> AsyncRequest:
+    def _get_save_and_finalize_callbacks(self, writer: Any, *others: Any) -> AsyncRequest:
         self.writer = writer
-        return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
+        return super()._get_save_and_finalize_callbacks(writer, *others)
 
 
 class _NoClones(TorchFunctionMode):

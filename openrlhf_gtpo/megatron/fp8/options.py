@@ -16,7 +16,7 @@ from openrlhf_gtpo.model_shape import ModelShape
 MODES = ("hybrid", "e4m3", "emulated")
 RECIPES = ("delayed", "tensorwise", "blockwise")
 BLOCK = 128  # side of a scaled block
-TRANSFORMER_ENGINE = ">=2.9,<2.12"  # what megatron-core 0.16.1 asks for; others are not refused
+TRANSFORMER_ENGINE = ">=2.9,<2.12"  # what megatron-core 0.16.1 asks for, and 0.19.2 takes; others are not refused
 CAPABILITY = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0)}
 _CUDA = {"delayed": (12, 1), "tensorwise": (12, 1), "blockwise": (12, 9)}
 # From this capability on, blocks are multiplied as MXFP8, and scales other than powers of two are an error in the
@@ -122,7 +122,7 @@ def check_transformer_engine(recipe: str) -> None:
             "and $fp8 emulated needs none."
         ) from error
     if recipe == "blockwise":
-        # The parts of Megatron's recipe (megatron-core 0.16.1, fp8_utils.py, get_fp8_recipe).
+        # The parts of Megatron's recipe (megatron-core 0.16.1, 0.19.2: fp8_utils.py, get_fp8_recipe).
         from transformer_engine.common.recipe import Float8BlockScaling as scaling
 
         tensors = (scaling.fp8_quant_fwd_inp, scaling.fp8_quant_fwd_weight, scaling.fp8_quant_bwd_grad)

@@ -154,7 +154,7 @@ def _plain(value: Any) -> Any:
 def _teach_megatron() -> None:
     """Make Megatron treat :class:`EmulatedWeight` as one of Transformer Engine's tensors.
 
-    megatron-core 0.16.1 uses the functions and classes replaced here (``megatron/core/fp8_utils.py``) to tell if a
+    Megatron 0.16.1 and 0.19.2 use the functions and classes replaced here (``core/fp8_utils.py``) to tell if a
     parameter is in FP8, to place it, and to quantize the optimizer's shards into it. Can go once a tensor can be
     registered.
     """

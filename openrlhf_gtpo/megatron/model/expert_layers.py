@@ -94,8 +94,8 @@ class GroupedRowLinear(_GroupedLinear):
 def portable_experts() -> ModuleSpec:
     """Megatron's mixture-of-experts layer with the matrices of this module."""
     if not hasattr(moe_utils, "te_general_gemm"):
-        # Megatron's router reads this name, which it defines only by importing it from Transformer Engine (0.16.1,
-        # transformer/moe/moe_utils.py, RouterGatingLinearFunction). Can go once it defines it as None.
+        # Megatron's router reads this name, which 0.16.1 defines only by importing it from Transformer Engine
+        # (transformer/moe/moe_utils.py, RouterGatingLinearFunction). Can go with 0.16.1: in 0.19.2 it is None.
         moe_utils.te_general_gemm = None
     experts = ModuleSpec(
         module=TEGroupedMLP, submodules=MLPSubmodules(linear_fc1=GroupedColumnLinear, linear_fc2=GroupedRowLinear)

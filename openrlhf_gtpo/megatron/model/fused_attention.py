@@ -13,7 +13,7 @@ from torch import Tensor
 from openrlhf_gtpo.megatron.model.packing import TreeParams
 from openrlhf_gtpo.shared_prompts.attention import gather
 
-# Transformer Engine's name, which Megatron passes on and lacks in its own list (megatron-core 0.16.1, AttnMaskType).
+# Transformer Engine's name, which Megatron passes on and lacks in its own list (AttnMaskType in 0.16.1 and 0.19.2).
 _BOTTOM_RIGHT: Any = SimpleNamespace(name="padding_causal_bottom_right")
 
 

@@ -154,7 +154,7 @@ class PolicyGPTModel(GPTModel):
             chunk_bytes=self.lm_head_bytes,
             with_entropy=with_entropy,
             # A tied weight also gets the embedding's gradient, which Megatron would then assume was already added
-            # (megatron-core 0.16.1, distributed/distributed_data_parallel.py, _make_backward_post_hook).
+            # (megatron-core 0.16.1, 0.19.2: distributed/distributed_data_parallel.py, hook).
             accumulate_into_main_grad=not tied and hasattr(weight, "main_grad"),
         )
         if packed.is_local is not None:
@@ -222,7 +222,7 @@ def load_model(
         check_transformer_engine(options.fp8.recipe)
     folder = model_folder(source, weights=with_weights)
     config = read_config(folder)
-    # The cache of this method (an lru_cache in megatron-core 0.16.1) keeps embeddings, and each of them keeps a group.
+    # The cache of this method (an lru_cache in Megatron 0.16.1 and 0.19.2) keeps embeddings, and each keeps a group.
     groups.at_destroy(RotaryEmbedding.forward.cache_clear)
     with megatron_calls():
         with torch.set_grad_enabled(for_training):  # which Transformer Engine's FP8 weights go by

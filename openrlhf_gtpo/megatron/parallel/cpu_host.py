@@ -1,4 +1,4 @@
-"""Lets megatron-core 0.16.1 run on a host without CUDA, over gloo. Never used on a CUDA host.
+"""Lets megatron-core 0.16.1 and 0.19.2 run on a host without CUDA, over gloo. Never used on a CUDA host.
 
 Megatron writes ``device="cuda"`` and ``.cuda()`` in its calls, compares ``tensor.type()`` with CUDA's names, and keeps
 a tracker of CUDA random states. Inside ``CudaCallsOnCpu`` those land on the CPU; all of this can go when Megatron
@@ -53,6 +53,7 @@ def activate() -> None:
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8)
     random._set_cuda_rng_state = lambda *args, **kwargs: None
     torch.cuda.synchronize = lambda device=None: None  # at the end of loads that replicas share
+    torch.cuda.current_stream = lambda device=None: None  # 0.19.2 asks for it before each reduction of gradients
     _dispatch_without_streams()
     _exchange_unequal_parts()
     _gather_buffers_one_by_one()

@@ -22,10 +22,10 @@ from openrlhf_gtpo.megatron.parallel.layout import Layout
 class _Order(str):
     """An order of dimensions that Megatron mistakes for one with pipeline stages outermost.
 
-    For other orders megatron-core 0.16.1 (``initialize_model_parallel`` in megatron/core/parallel_state.py of
-    github.com/NVIDIA/Megatron-LM) requires equal data-parallel sizes of attention and experts, so that their pipeline
-    groups are the same. It compares those groups right afterwards, and with pp inside cp and ep they are the same
-    whatever the sizes. Can go once Megatron drops that condition in favor of the comparison.
+    For other orders megatron-core 0.16.1 and 0.19.2 (``initialize_model_parallel`` in megatron/core/parallel_state.py
+    of github.com/NVIDIA/Megatron-LM) require equal data-parallel sizes of attention and experts, so that their
+    pipeline groups are the same. They compare those groups right afterwards, and with pp inside cp and ep they are the
+    same whatever the sizes. Can go once Megatron drops that condition in favor of the comparison.
     """
 
     def endswith(self, *args: Any) -> bool:

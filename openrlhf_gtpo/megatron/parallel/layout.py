@@ -22,7 +22,7 @@ SIZES = (
 )
 _TP, _PP, _CP, _EP = (f"${name}" for name in SIZES)  # for a SettingError's sentence
 
-# Megatron's RotaryEmbedding takes Llama 3's factor and fixes the rest of its scaling (megatron-core 0.16.1,
+# Megatron's RotaryEmbedding takes Llama 3's factor and fixes the rest of its scaling (megatron-core 0.16.1, 0.19.2:
 # models/common/embeddings/rotary_pos_embedding.py, _apply_scaling). Can go once GPTModel passes the rest on.
 _LLAMA3_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 

@@ -132,7 +132,7 @@ def _run(
 
 class _Output(tuple):
     """The output of a last stage. If the model has experts, Megatron's schedules ask it for its device (megatron-core
-    0.16.1, pipeline_parallel/schedules.py, forward_step_calc_loss)."""
+    0.16.1, 0.19.2: pipeline_parallel/schedules.py, forward_step_calc_loss)."""
 
     @property
     def device(self) -> torch.device:

@@ -103,13 +103,13 @@ class Trainer:
                 optimizer_config, [self.ddp], get_standard_config_overrides(optimizer_config)
             )
         for parameter in model.stage.parameters():
-            # Megatron forgets the exact values only of parameters with a part in this rank's optimizer (0.16.1,
-            # optimizer/distrib_optimizer.py, _build_model_and_main_param_groups).
+            # Megatron forgets the exact values only of parameters with a part in this rank's optimizer
+            # (0.16.1, 0.19.2: optimizer/distrib_optimizer.py, _build_model_and_main_param_groups).
             if hasattr(parameter, "clear_high_precision_init_val"):
                 parameter.clear_high_precision_init_val()
         for module in model.stage.modules():
             # Transformer Engine's layers add to main_grad in float32. Not set by gradient_accumulation_fusion, with
-            # which Megatron's output layer needs Apex (0.16.1, tensor_parallel/layers.py); the LM head adds by itself.
+            # which Megatron's output layer needs Apex (0.16.1, 0.19.2); the LM head adds by itself.
             if hasattr(module, "fuse_wgrad_accumulation"):
                 module.fuse_wgrad_accumulation = True
         config.finalize_model_grads_func = _finalize
@@ -141,7 +141,7 @@ class Trainer:
             group["lr"], group["betas"], group["eps"] = lr, self.options.betas, self.options.eps  # not a checkpoint's
             if not on_cuda():
                 group["fused"] = True  # torch's Adam in one pass, which Megatron has no option for
-            # Megatron leaves it to its scheduler to multiply by 0 for biases and norms (megatron-core 0.16.1,
+            # Megatron leaves it to its scheduler to multiply by 0 for biases and norms (0.16.1, 0.19.2:
             # optimizer_param_scheduler.py, OptimizerParamScheduler.step).
             group["weight_decay"] = self.options.weight_decay * group.get("wd_mult", 1.0)
         self.ddp.train()

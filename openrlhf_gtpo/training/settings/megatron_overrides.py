@@ -26,7 +26,7 @@ _SILENT = {
         "moe_input_jitter_eps"
     ),
     # Megatron multiplies the router's own losses by their tokens to make up for a division of the whole gradient that
-    # the policy's loss has already done (megatron-core 0.16.1, transformer/moe/router.py,
+    # the policy's loss has already done (megatron-core 0.16.1, 0.19.2: transformer/moe/router.py,
     # attach_and_log_load_balancing_loss); by sinkhorn it routes only in training.
     "the actor does not balance experts": "moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff",
     "the training step relies on its value": "calculate_per_token_loss hidden_dropout attention_dropout",
