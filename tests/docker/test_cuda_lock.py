@@ -15,6 +15,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from openrlhf_gtpo.megatron.fp8.options import TRANSFORMER_ENGINE
+from openrlhf_gtpo.tools import doctor
 from openrlhf_gtpo.training.settings import guard
 from tests.support.dockerfiles import ROOT, arguments, instructions
 
@@ -23,6 +24,7 @@ DIFFERENT = {
     "torch": "the CPU build against the CUDA build of one version",
     "triton": "torch's CUDA build pins its own",
     "apache-tvm-ffi": "vllm pins 0.1.11",
+    "megatron-core": "from 0.17 on it needs Python 3.12",
     "protobuf": "nvidia-cutlass-dsl, which vllm pins, stays below 7",
     "setuptools": "DeepSpeed does not build with 77.0.3 where it finds torch (pytorch/pytorch#149798)",
 }
@@ -66,6 +68,7 @@ def test_what_is_asked_for_is_locked() -> None:
 
 def test_versions_are_those_the_code_supports() -> None:
     assert str(CUDA["openrlhf"]) in guard.SUPPORTED_VERSIONS
+    assert SpecifierSet(doctor._MEGATRON).contains(CUDA["megatron-core"])
     engine = CUDA["transformer-engine"]
     assert SpecifierSet(TRANSFORMER_ENGINE).contains(engine)
     assert CUDA["transformer-engine-torch"] == CUDA["transformer-engine-cu13"] == engine
