@@ -37,7 +37,7 @@ def gtpo(entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor) -> T
 
 def one_polarity(entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor) -> Tensor:
     """Mean and std over the rows of one polarity alone."""
-    return gtpo_advantages(entropy, mask, outcome, group_ids, GTPOConfig(normalise_over="polarity"))
+    return gtpo_advantages(entropy, mask, outcome, group_ids, GTPOConfig(normalize_over="polarity"))
 
 
 def clipped_entropies(entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor) -> Tensor:

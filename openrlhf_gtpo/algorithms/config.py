@@ -6,7 +6,7 @@ import typing
 from typing import Any, Literal
 
 Mean = Literal["arithmetic", "geometric"]
-NormaliseOver = Literal["zero_filled", "polarity"]
+NormalizeOver = Literal["zero_filled", "polarity"]
 Scope = Literal["group", "batch"]
 
 
@@ -69,7 +69,7 @@ class ShapingConfig(Settings):
     variant: str
     success_threshold: float = setting(1.0, "rows with outcome >= this form O+, the others O-")
     entropy_mean: Mean = "arithmetic"
-    normalise_over: NormaliseOver = setting(
+    normalize_over: NormalizeOver = setting(
         "zero_filled",
         "the rows of the two sets O+ and O-: all rows, with the other polarity as zeros, or those of one polarity",
         variants=("v2", "v3"),

@@ -148,7 +148,7 @@ def normalization(reward: Tensor, counted: Tensor, won: Tensor, config: ShapingC
 
     Args:
         reward: (R, T), or (R, 1) with one reward per row. In two-set variants a row of O+ has r+, and a row of O- has
-            r-. Either is 0 on the rows of the other set; those zeros count unless ``normalise_over`` is "polarity".
+            r-. Either is 0 on the rows of the other set; those zeros count unless ``normalize_over`` is "polarity".
         counted: bool, the rewards that count.
         won: (R, 1) bool, True for rows of O+.
 
@@ -158,7 +158,7 @@ def normalization(reward: Tensor, counted: Tensor, won: Tensor, config: ShapingC
     if not config.two_sets:
         mean, std = mean_and_std(reward[counted])
         return mean.expand(won.shape), std.expand(won.shape)
-    zero_filled = config.normalise_over == "zero_filled"
+    zero_filled = config.normalize_over == "zero_filled"
     (positive_mean, positive_std), (negative_mean, negative_std) = (
         mean_and_std(reward.where(members, 0)[counted] if zero_filled else reward[counted & members])
         for members in (won, ~won)

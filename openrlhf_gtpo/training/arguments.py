@@ -135,7 +135,7 @@ class AlgoGrpoS:
     beta2: float = 0.1
     entropy_eps: float = 1e-06
     entropy_mean: str = "arithmetic"
-    normalise_over: str = "zero_filled"
+    normalize_over: str = "zero_filled"
     ratio_mean: str = "arithmetic"
     scope: str = "group"
     shape_uniform_groups: bool = False
@@ -152,7 +152,7 @@ class AlgoGtpo:
     entropy_eps: float = 1e-06
     entropy_mean: str = "arithmetic"
     kappa: float = 2.0
-    normalise_over: str = "zero_filled"
+    normalize_over: str = "zero_filled"
     scope: str = "group"
     shape_uniform_groups: bool = False
     success_threshold: float = 1.0

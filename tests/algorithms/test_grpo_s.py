@@ -40,17 +40,17 @@ def test_rewards_equal_the_loops(variant, mean):
     seed=st.integers(0, 10_000),
     num_groups=st.integers(1, 5),
     shape=st.sampled_from(SHAPES),
-    normalise_over=st.sampled_from(["zero_filled", "polarity"]),
+    normalize_over=st.sampled_from(["zero_filled", "polarity"]),
     scope=st.sampled_from(["group", "batch"]),
     uniform=st.booleans(),
     penalised=st.booleans(),
 )
-def test_advantages_equal_the_loops(seed, num_groups, shape, normalise_over, scope, uniform, penalised):
+def test_advantages_equal_the_loops(seed, num_groups, shape, normalize_over, scope, uniform, penalised):
     variant, mean = shape
     config = GRPOSConfig(
         variant=variant,
         entropy_mean=mean,
-        normalise_over=normalise_over,
+        normalize_over=normalize_over,
         scope=scope,
         shape_uniform_groups=uniform,
         beta=0.3,
@@ -93,16 +93,16 @@ def test_rewards_add_up():
 
 
 @pytest.mark.parametrize(
-    "normalise_over, scope", list(itertools.product(["zero_filled", "polarity"], ["group", "batch"]))
+    "normalize_over, scope", list(itertools.product(["zero_filled", "polarity"], ["group", "batch"]))
 )
 @pytest.mark.parametrize("variant", ["v1", "v3"])
-def test_one_token_answers_make_gtpo_and_grpo_s_agree(variant, normalise_over, scope):
+def test_one_token_answers_make_gtpo_and_grpo_s_agree(variant, normalize_over, scope):
     generator = torch.Generator().manual_seed(0)
     entropy = torch.rand(12, 1, generator=generator, dtype=torch.float64)
     outcome = torch.tensor([1.0, 0.0, 1.0, 0.0] * 3)
     group_ids = torch.arange(12) // 4
     mask = torch.ones(12, 1, dtype=torch.bool)
-    options = {"normalise_over": normalise_over, "scope": scope}
+    options = {"normalize_over": normalize_over, "scope": scope}
     token = gtpo_advantages(entropy, mask, outcome, group_ids, GTPOConfig(variant=variant, alpha=0.2, **options))
     row = grpo_s_advantages(entropy, mask, outcome, group_ids, GRPOSConfig(variant=variant, beta=0.2, **options))
     torch.testing.assert_close(token, row, rtol=1e-9, atol=1e-9)
@@ -153,7 +153,7 @@ def test_uniform_groups_have_no_advantage_unless_asked():
 def test_lone_winner_normalised_alone_has_no_advantage():
     """A polarity of one row has std 0, not NaN."""
     entropy, mask = torch.linspace(0.1, 1.2, 12).view(3, 4), torch.ones(3, 4, dtype=torch.bool)
-    config = GRPOSConfig(normalise_over="polarity")
+    config = GRPOSConfig(normalize_over="polarity")
     advantages = grpo_s_advantages(entropy, mask, torch.tensor([1.0, 0, 0]), torch.zeros(3).long(), config)
     assert (advantages[0] == 0).all() and torch.isfinite(advantages).all()
 
@@ -181,11 +181,11 @@ def test_sequence_entropy():
 
 
 @pytest.mark.parametrize("variant, scope", list(itertools.product(["v1", "v3"], ["group", "batch"])))
-@pytest.mark.parametrize("normalise_over", ["zero_filled", "polarity"])
-def test_equal_rewards_have_no_advantage(variant, scope, normalise_over):
+@pytest.mark.parametrize("normalize_over", ["zero_filled", "polarity"])
+def test_equal_rewards_have_no_advantage(variant, scope, normalize_over):
     """Exactly 0, whatever a mean of equal numbers rounds to."""
     config = GRPOSConfig(
-        variant=variant, scope=scope, normalise_over=normalise_over, shape_uniform_groups=True, beta=0.0, beta2=0.0
+        variant=variant, scope=scope, normalize_over=normalize_over, shape_uniform_groups=True, beta=0.0, beta2=0.0
     )
     for value, size, dtype in itertools.product(
         [0.2, 0.3, 0.1 * 3, 1.0, 1e8, 1e8 + 0.1], [3, 6, 7, 8, 12], [torch.float32, torch.float64]

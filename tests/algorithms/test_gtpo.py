@@ -55,14 +55,14 @@ def test_rewards_equal_the_loops(variant, compare, mean, scope):
 
 
 @pytest.mark.parametrize("variant, compare, mean", SHAPES)
-@pytest.mark.parametrize("normalise_over", ["zero_filled", "polarity"])
-def test_advantages_equal_the_loops(variant, compare, mean, normalise_over):
+@pytest.mark.parametrize("normalize_over", ["zero_filled", "polarity"])
+def test_advantages_equal_the_loops(variant, compare, mean, normalize_over):
     for scope, uniform, seed in itertools.product(["group", "batch"], [False, True], range(2)):
         config = make_config(
             variant,
             compare=compare,
             entropy_mean=mean,
-            normalise_over=normalise_over,
+            normalize_over=normalize_over,
             scope=scope,
             shape_uniform_groups=uniform,
         )
@@ -80,13 +80,13 @@ def test_advantages_equal_the_loops(variant, compare, mean, normalise_over):
     num_groups=st.integers(1, 4),
     num_columns=st.integers(1, 12),
     shape=st.sampled_from(SHAPES),
-    normalise_over=st.sampled_from(["zero_filled", "polarity"]),
+    normalize_over=st.sampled_from(["zero_filled", "polarity"]),
     scope=st.sampled_from(["group", "batch"]),
 )
-def test_float32_batches_of_any_shape_equal_the_loops(seed, num_groups, num_columns, shape, normalise_over, scope):
+def test_float32_batches_of_any_shape_equal_the_loops(seed, num_groups, num_columns, shape, normalize_over, scope):
     variant, compare, mean = shape
     config = make_config(
-        variant, compare=compare, entropy_mean=mean, normalise_over=normalise_over, scope=scope, entropy_eps=1e-2
+        variant, compare=compare, entropy_mean=mean, normalize_over=normalize_over, scope=scope, entropy_eps=1e-2
     )
     batch = ragged_batch(seed, num_groups, num_columns, empty_row=seed % 3 == 0, dtype=torch.float32)
     lists = advantage_lists(*gtpo_reward_lists(*batch, config), batch[2], batch[3], config)
@@ -146,7 +146,7 @@ def test_zero_filled_keeps_the_outcome_where_polarity_cancels_it():
     entropy, mask, outcome, group_ids = ragged_batch(4, num_groups=1, num_columns=40)
     right = mask & (outcome == 1)[:, None]
     assert 0 < right.sum() < mask.sum()
-    alone = gtpo_advantages(entropy, mask, outcome, group_ids, GTPOConfig(normalise_over="polarity"))
+    alone = gtpo_advantages(entropy, mask, outcome, group_ids, GTPOConfig(normalize_over="polarity"))
     filled = gtpo_advantages(entropy, mask, outcome, group_ids, GTPOConfig())
     assert alone[right].sum().abs() < 1e-6 and (alone[right] < 0).float().mean() > 0.25
     assert (filled[right] > 0).all() and (filled[mask & ~right] < 0).all()
@@ -201,18 +201,18 @@ def test_a_reward_at_the_threshold_is_a_success_in_its_own_precision(threshold, 
 def test_equal_rewards_up_to_rounding_have_next_to_no_advantage():
     """Shares of equal entropies may differ in their last digit, which the division by 1e-9 must not blow up."""
     mask = torch.ones(4, 3001, dtype=torch.bool)
-    config = GTPOConfig(shape_uniform_groups=True, normalise_over="polarity")
+    config = GTPOConfig(shape_uniform_groups=True, normalize_over="polarity")
     advantages = gtpo_advantages(torch.full(mask.shape, 0.3), mask, torch.ones(4), torch.zeros(4).long(), config)
     assert advantages.abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("variant, scope", list(itertools.product(VARIANTS, ["group", "batch"])))
-@pytest.mark.parametrize("normalise_over", ["zero_filled", "polarity"])
-def test_equal_rewards_have_no_advantage(variant, scope, normalise_over):
+@pytest.mark.parametrize("normalize_over", ["zero_filled", "polarity"])
+def test_equal_rewards_have_no_advantage(variant, scope, normalize_over):
     """Exactly 0, whatever a mean of equal numbers rounds to."""
     without_entropy = {"alpha": 0.0} if variant == "v1" else {"alpha1": 1.0, "alpha2": 0.0}
     config = GTPOConfig(
-        variant=variant, scope=scope, normalise_over=normalise_over, shape_uniform_groups=True, **without_entropy
+        variant=variant, scope=scope, normalize_over=normalize_over, shape_uniform_groups=True, **without_entropy
     )
     for value, size, dtype in itertools.product(CONSTANTS, SIZES, [torch.float32, torch.float64]):
         if variant == "v2" and value < 1:
@@ -317,10 +317,10 @@ def test_empty_batches():
             assert torch.equal(advantages, torch.zeros(2, columns))
 
 
-@pytest.mark.parametrize("normalise_over", ["zero_filled", "polarity"])
+@pytest.mark.parametrize("normalize_over", ["zero_filled", "polarity"])
 @pytest.mark.parametrize("outcome", [0.0, 1.0])
-def test_a_batch_of_one_row(normalise_over, outcome):
-    config = GTPOConfig(scope="batch", normalise_over=normalise_over, shape_uniform_groups=True, compare="response")
+def test_a_batch_of_one_row(normalize_over, outcome):
+    config = GTPOConfig(scope="batch", normalize_over=normalize_over, shape_uniform_groups=True, compare="response")
     batch = torch.tensor([[1.0, 2.0]]), torch.ones(1, 2, dtype=torch.bool), torch.tensor([outcome]), torch.tensor([5])
     half = 0.5**0.5
     # The uncertain token has the higher reward in both polarities: on O- the certain one bears more of the blame.

@@ -140,7 +140,7 @@ def advantage_lists(positive, negative, outcome, group_ids, config, penalty=None
         for i in rows:
             own = negative if two_sets and not won[i] else positive
             members = pool_rows
-            if two_sets and config.normalise_over == "polarity":
+            if two_sets and config.normalize_over == "polarity":
                 members = [k for k in pool_rows if won[k] == won[i]]
             out[i] = normalised(own[i], [v for k in members for v in own[k]]) if own[i] else []
     return out

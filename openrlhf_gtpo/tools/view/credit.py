@@ -49,7 +49,7 @@ def read_methods(texts: Sequence[str], dump: RolloutDump) -> list[Method]:
         settings = _run_settings(kind, dump.settings["config"] or {}) if name == run_estimator else {}
         types = typing.get_type_hints(kind)
         for pair in pairs:
-            field, _, value = pair.partition("=")
+            field, _, value = pair.replace("normalise_", "normalize_").partition("=")
             if field not in types:
                 raise ValueError(f"--estimators {text}: {name} has no {field!r}; it has {', '.join(types)}.")
             settings[field] = _value(text, types[field], value)
@@ -63,6 +63,7 @@ def read_methods(texts: Sequence[str], dump: RolloutDump) -> list[Method]:
 def _run_settings(kind: Any, config: dict[str, Any]) -> dict[str, Any]:
     """The settings of a run, without what is its variant's default: another variant may refuse that."""
     variant = {"variant": config["variant"]} if "variant" in config else {}
+    config = {name.replace("normalise_", "normalize_"): value for name, value in config.items()}  # 0.1's spelling
     former = {("peers", "all")}  # a setting of earlier versions, with its default
     return variant | dict(config.items() - vars(kind(**variant)).items() - former)
 

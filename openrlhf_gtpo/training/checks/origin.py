@@ -77,7 +77,8 @@ class Origin:
             UsageError: its rows, or its place in the data, do not fit this run.
         """
         for name, now in self._settings.items():
-            before = saved.get("settings", {}).get(name, now)
+            settings = saved.get("settings", {})
+            before = settings.get(name, settings.get(name.replace("normalize_", "normalise_"), now))  # 0.1's spelling
             if now == before:
                 continue
             ahead, sentence = saved["ahead"], f"--{name} is {_shown(now)}, and was {_shown(before)}"

@@ -9,6 +9,7 @@ arguments. All of this can go once upstream has a function that parses.
 import argparse
 import ast
 import functools
+import re
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -47,7 +48,9 @@ class ExtendedParser(argparse.ArgumentParser):
     def __init__(self, argv: Sequence[str], given: set[str], **kwargs: Any) -> None:
         program = "python3 -m openrlhf_gtpo.cli.train_ppo_ray"
         super().__init__(prog=program, usage="%(prog)s --flag VALUE ...", formatter_class=_Help, **kwargs)
-        self._argv, self._given = list(argv), given
+        # 0.1 spelled it so.
+        self._argv = [re.sub(r"^(--algo\.\w+)\.normalise_over\b", r"\1.normalize_over", word) for word in argv]
+        self._given = given
         self._upstream_flags: frozenset[str] = frozenset()
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]

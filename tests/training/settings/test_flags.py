@@ -399,7 +399,7 @@ def test_flags_mirror_the_fields_of_the_configuration(name: str, config: type) -
 def test_the_help_of_a_setting_names_the_variants_that_read_it() -> None:
     actions = command_lines.parser(extended=True)._option_string_actions
     assert actions["--algo.gtpo.alpha"].help == "weight of the entropy share (read by v1)"
-    assert actions["--algo.grpo_s.normalise_over"].help.endswith(" (read by v2, v3)")
+    assert actions["--algo.grpo_s.normalize_over"].help.endswith(" (read by v2, v3)")
     assert actions["--algo.gtpo.compare"].help.endswith("each within its own polarity")
 
 
