@@ -39,11 +39,11 @@ class ForkingTokensConfig(Settings):
 
     top_fraction: float = setting(
         0.2,
-        "share of the rollout batch's action tokens to train on, those with the highest entropy",
+        "fraction of the rollout's action tokens to train on: the tokens of highest entropy",
         above=0,
         at_most=1,
     )
-    success_threshold: float = setting(1.0, "rows with outcome >= this count as successes in metrics")
+    success_threshold: float = setting(1.0, "responses whose outcome reaches this count as successes in metrics")
 
 
 def forking_tokens_advantages(
@@ -76,8 +76,8 @@ class EntropyBonusConfig(Settings):
     """Entropy advantage bonus (arXiv 2506.14758) on GRPO's advantages."""
 
     alpha: float = setting(0.4, "weight of a token's entropy", at_least=0)
-    kappa: float = setting(2.0, "the bonus is at most |A| / kappa; > 1, so that no advantage changes sign", above=1)
-    success_threshold: float = setting(1.0, "rows with outcome >= this count as successes in metrics")
+    kappa: float = setting(2.0, "bounds the bonus by |A| / kappa; > 1, so that no advantage changes sign", above=1)
+    success_threshold: float = setting(1.0, "responses whose outcome reaches this count as successes in metrics")
 
 
 def entropy_bonus_advantages(

@@ -67,16 +67,18 @@ class ShapingConfig(Settings):
     """The settings that GTPO and GRPO-S share."""
 
     variant: str
-    success_threshold: float = setting(1.0, "rows with outcome >= this form O+, the others O-")
+    success_threshold: float = setting(1.0, "responses whose outcome reaches this form O+, the others O-")
     entropy_mean: Mean = "arithmetic"
     normalize_over: NormalizeOver = setting(
         "zero_filled",
-        "the rows of the two sets O+ and O-: all rows, with the other polarity as zeros, or those of one polarity",
+        "what O+ and O- are each normalized over: all rows, with zeros for the other set, or the rows of the set",
         variants=("v2", "v3"),
     )
-    scope: Scope = setting("group", "rows over which mean and std are taken")
-    shape_uniform_groups: bool = setting(False, "keep advantages of groups whose rows all succeed or all fail")
-    entropy_eps: float = setting(1e-6, "nats from below at which entropies are clamped before use", above=0)
+    scope: Scope = setting("group", "normalize over a group or over the whole batch")
+    shape_uniform_groups: bool = setting(
+        False, "keep the advantages of groups whose responses all succeed or all fail"
+    )
+    entropy_eps: float = setting(1e-6, "smallest entropy, in nats; lower ones are raised to it", above=0)
 
     @property
     def two_sets(self) -> bool:

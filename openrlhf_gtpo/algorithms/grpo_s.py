@@ -26,15 +26,15 @@ class GRPOSConfig(ShapingConfig):
 
     variant: Literal["v1", "v2", "v3"] = setting(
         "v3",
-        "the sequence reward: of the paper's Eq. 5 (v1; with beta 0 and outcomes of 0 and 1 GRPO itself), Eq. 17 "
-        "(v2) or its revision (v3)",
+        "sequence reward: the paper's Eq. 5 (v1; GRPO's with beta 0 and outcomes of 0 and 1), Eq. 17 (v2), or its "
+        "revision's (v3)",
     )
     beta: float = setting(0.1, "weight of the entropy share on O+", variants=("v1", "v2"), at_least=0)
     beta1: float = setting(1.0, "weight of the outcome", variants=("v3",), at_least=0)
     beta2: float = setting(0.1, "weight of the entropy share", variants=("v3",), at_least=0)
-    entropy_mean: Mean = setting("arithmetic", "how token entropies are averaged into a response's entropy")
+    entropy_mean: Mean = setting("arithmetic", "how a response's token entropies are averaged")
     ratio_mean: Mean = setting(
-        "arithmetic", "how token importance ratios are averaged into a response's ratio; geometric is GSPO's"
+        "arithmetic", "how a response's token importance ratios are averaged; geometric is GSPO's"
     )
 
 

@@ -29,7 +29,7 @@ class GTPOConfig(ShapingConfig):
 
     variant: Literal["v1", "v1_clipped", "v2", "v3"] = setting(
         "v3",
-        "the token reward: of the paper's Eq. 2 (v1), Eq. 11 and 12 (v1_clipped), Eq. 13 (v2) or its revision (v3)",
+        "token reward: the paper's Eq. 2 (v1), Eq. 11 and 12 (v1_clipped), Eq. 13 (v2), or its revision's (v3)",
     )
     alpha: float = setting(0.1, "weight of the entropy share", variants=("v1",), at_least=0)
     # Floats after construction: their defaults depend on the variant, 1 and 0.1 in v3, 0.9 and 0.1 where it clips.
@@ -38,14 +38,14 @@ class GTPOConfig(ShapingConfig):
     )
     alpha2: float = setting(None, "weight of the entropy share", variants=(*CLIPPED, "v3"))
     kappa: float = setting(
-        2.0, "token rewards of O+ are clipped to [1, alpha1 + alpha1 / kappa]", variants=CLIPPED, above=1
+        2.0, "clips the token rewards of O+ to [1, alpha1 + alpha1 / kappa]", variants=CLIPPED, above=1
     )
     compare: Literal["position", "response", "group"] = setting(
         "position",
-        "what a token's entropy is compared with: the tokens at the same position of its group, all tokens of its "
-        "response, or those of its group; each within its own polarity",
+        "what a token's entropy is compared with: its position in the group, its whole response, or its whole group; "
+        "each within its own polarity",
     )
-    entropy_mean: Mean = setting("arithmetic", "the mean in the share's denominator")
+    entropy_mean: Mean = setting("arithmetic", "mean in the denominator of the entropy share")
 
     def __post_init__(self) -> None:
         clips = self.variant in CLIPPED

@@ -86,8 +86,8 @@ def cispo_surrogate(
 class SAPOConfig(Settings):
     """SAPO (arXiv 2511.20347)."""
 
-    tau_positive: float = setting(1.0, "how steeply the gate closes away from a ratio of 1 where A > 0", above=0)
-    tau_negative: float = setting(1.05, "the same where A <= 0", above=0)
+    tau_positive: float = setting(1.0, "steepness of the gate away from a ratio of 1 where A > 0", above=0)
+    tau_negative: float = setting(1.05, "steepness of the gate away from a ratio of 1 where A <= 0", above=0)
 
 
 def sapo_surrogate(
@@ -136,9 +136,9 @@ class ClipCovConfig(ClipConfig):
 
     dual_clip: float | None = None
     fraction: float = setting(
-        2e-4, "share of a micro-batch's tokens that lose their gradient, at least one token", above=0, at_most=1
+        2e-4, "fraction of a micro-batch's tokens that lose their gradient, at least one token", above=0, at_most=1
     )
-    cov_low: float = setting(1.0, "tokens are drawn from those whose covariance exceeds this bound")
+    cov_low: float = setting(1.0, "lower bound of the covariance of tokens that may lose their gradient")
     cov_high: float = setting(5.0, "upper bound of their covariance")
 
     def __post_init__(self) -> None:
@@ -173,7 +173,7 @@ class KLCovConfig(Settings):
     """KL-Cov (arXiv 2505.22617)."""
 
     fraction: float = setting(
-        2e-4, "share of a micro-batch's tokens that get the penalty, at least one token", above=0, at_most=1
+        2e-4, "fraction of a micro-batch's tokens that get the penalty, at least one token", above=0, at_most=1
     )
     coef: float = setting(1.0, "weight of the penalty", at_least=0)
 
@@ -203,18 +203,18 @@ class STAREConfig(ClipConfig):
     dual_clip: float | None = None
     fraction: float = setting(
         0.1,
-        "share of the tokens with A > 0, and of those with A < 0, that are weighted: those with the highest "
-        "surprisal, at least one token of each",
+        "fraction of tokens to weight, separately where A > 0 and A < 0: the tokens of highest surprisal, at least "
+        "one of each",
         above=0,
         at_most=1,
     )
     weight_positive: float = setting(
-        1.1, "weight of those with A > 0; the authors recommend 1.05 for models from 14B up", at_least=1
+        1.1, "weight of the chosen tokens with A > 0; the authors recommend 1.05 from 14B up", at_least=1
     )
     weight_negative: float = setting(
-        1.0, "weight of those with A < 0; 1 is the authors' variant O1, C2 uses 0.9", above=0, at_most=1
+        1.0, "weight of the chosen tokens with A < 0; 1 is the authors' variant O1, C2 uses 0.9", above=0, at_most=1
     )
-    target_entropy: float = setting(0.3, "entropy, in nats, at or above which nothing is weighted", at_least=0)
+    target_entropy: float = setting(0.3, "entropy, in nats, from which no token is weighted", at_least=0)
 
 
 def stare_surrogate(
@@ -246,18 +246,18 @@ class HAPOConfig(ClipConfig):
     dual_clip: float | None = None
     pivot: float = setting(
         0.8,
-        "quantile of a micro-batch's log-entropies that divides tokens of high entropy from those of low entropy",
+        "quantile of a micro-batch's log-entropies that separates high entropy from low",
         at_least=0,
         at_most=1,
     )
     redistribution: float = setting(
         1.0,
-        "a token's distance from the pivot changes its advantage by at most this factor of it",
+        "maximum relative change of an advantage by its token's distance from the pivot",
         at_least=0,
         at_most=1,
     )
     adaptation: float = setting(
-        1.0, "a token's distance from the pivot widens its clip range by at most this factor", at_least=0
+        1.0, "maximum relative widening of a token's clip range by its distance from the pivot", at_least=0
     )
 
 
@@ -309,25 +309,25 @@ class HTPOConfig(ClipConfig):
 
     dual_clip: float | None = None
     difficulty_threshold: float = setting(
-        0.6, "a prompt is hard if a smaller share of its responses is right", at_least=0, at_most=1
+        0.6, "a prompt is hard if a smaller fraction of its responses is right", at_least=0, at_most=1
     )
     forking_fraction: float = setting(
         0.2,
-        "share of a response's tokens, those of the highest entropy, that count as forking tokens",
+        "fraction of a response's tokens that count as forking tokens: the tokens of highest entropy",
         above=0,
         at_most=1,
     )
     lowest_fraction: float = setting(
         0.006,
-        "share of the other tokens, those of the lowest entropy, of right responses to hard prompts whose loss is "
-        "left out; rounded down, less one token",
+        "in right responses to hard prompts, fraction of the other tokens whose loss is dropped, lowest entropy "
+        "first; rounded down, minus one token",
         at_least=0,
         at_most=1,
     )
     highest_fraction: float = setting(
         0.02,
-        "share of the forking tokens, those of the highest entropy, of right responses to easy prompts whose loss is "
-        "left out; at least one token",
+        "in right responses to easy prompts, fraction of the forking tokens whose loss is dropped, highest entropy "
+        "first; at least one token",
         above=0,
         at_most=1,
     )

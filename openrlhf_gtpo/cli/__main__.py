@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that ``argv`` begins with, and return its status; 2 if there is no such command."""
     about = "\n".join(f"  {name:12} {what}" for name, (_, what) in COMMANDS.items())
     parser = Parser(prog="openrlhf-gtpo", usage="openrlhf-gtpo COMMAND …", description=__doc__, epilog=about)
-    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of those below; each has --help")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="a command below; each has --help")
     words = list(sys.argv[1:] if argv is None else argv)
     command = parser.parse_args(words[:1]).command
     status: int = import_module(f"openrlhf_gtpo.cli.{COMMANDS[command][0]}").main(words[1:])

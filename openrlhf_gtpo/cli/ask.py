@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the answer. Return 0, or 2 after one sentence on stderr for a user error."""
     parser = Parser(prog="python3 -m openrlhf_gtpo.cli.ask", description=__doc__)
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face checkpoint: a folder, or a name on the hub")
+    parser.add_argument("model", metavar="MODEL", help="Hugging Face checkpoint: a folder, or a name on the Hub")
     parser.add_argument("question", metavar="QUESTION")
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="maximum tokens of the answer")
     for setting in prompts.PROMPTS.settings:

@@ -51,19 +51,24 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     to_megatron = commands.add_parser("hf-to-megatron", help="convert a Hugging Face folder to a weights checkpoint")
-    for kind, meaning in (("tensor", "TP of the writing processes"), ("pipeline", "PP of the writing processes")):
+    for kind, meaning in (
+        ("tensor", "tensor-parallel processes that write"),
+        ("pipeline", "pipeline-parallel processes that write"),
+    ):
         to_megatron.add_argument(
             f"--{kind}-parallel", f"--{kind}-model-parallel-size", type=int, default=1, metavar="N", help=meaning
         )
     to_megatron.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: as in SRC)")
     to_hf = commands.add_parser(
-        "megatron-to-hf", help="convert a checkpoint, of weights or of a training run, to Hugging Face"
+        "megatron-to-hf", help="convert a weights or training checkpoint to a Hugging Face folder"
     )
-    to_hf.add_argument("--base", metavar="MODEL", help="the model whose adapters SRC has, if it has adapters alone")
+    to_hf.add_argument(
+        "--base", metavar="MODEL", help="model that the adapters in SRC were trained on, if SRC holds only adapters"
+    )
     for command, run in ((to_megatron, _hf_to_megatron), (to_hf, _megatron_to_hf)):
         command.set_defaults(run=run)
         command.add_argument("source", type=Path, metavar="SRC")
-        command.add_argument("destination", type=Path, metavar="DST", help="a folder that is new or empty")
+        command.add_argument("destination", type=Path, metavar="DST", help="new or empty folder")
     return parser
 
 

@@ -17,10 +17,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print a line for each check. Return 1 if any is wrong, else 0."""
     parser = Parser(prog="python3 -m openrlhf_gtpo.cli.doctor", description=__doc__)
     parser.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs this node must have (default: any)")
-    parser.add_argument("--model", metavar="MODEL", help="a Hugging Face checkpoint: a folder, or a name on the hub")
-    parser.add_argument("--port", type=int, metavar="N", help="on the head's node, the first of Ray's four ports")
-    parser.add_argument("--shared", metavar="FILE", help="a file that another node wrote to a folder that all share")
-    parser.add_argument("--temporary", default="/tmp", metavar="DIR", help="this node's folder for Ray's files")
+    parser.add_argument("--model", metavar="MODEL", help="Hugging Face checkpoint: a folder, or a name on the Hub")
+    parser.add_argument("--port", type=int, metavar="N", help="first of the four ports that Ray uses on the head node")
+    parser.add_argument("--shared", metavar="FILE", help="file that another node wrote to a shared folder")
+    parser.add_argument("--temporary", default="/tmp", metavar="DIR", help="folder for Ray's files on this node")
     args = parser.parse_args(argv)
     statuses: list[str] = []
 

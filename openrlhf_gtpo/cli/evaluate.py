@@ -46,31 +46,31 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python3 -m openrlhf_gtpo.cli.evaluate", description=__doc__)
     add = parser.add_argument
     folders = (
-        "Hugging Face folders, names on the Hub, or Megatron checkpoints; the first of several is what the others are "
-        "compared with"
+        "Hugging Face folders, names on the Hub, or Megatron checkpoints; with several, the others are compared with "
+        "the first"
     )
     add("--model", required=True, nargs="+", metavar="MODEL", help=folders)
-    add("--output", required=True, type=Path, metavar="DIR", help="gets answers and table")
+    add("--output", required=True, type=Path, metavar="DIR", help="folder for answers, scores and table")
     add("--eval.dataset", required=True, metavar="A,B", help="files, folders or names on the Hub")
-    add("--eval.split", default="test", help="split of each data set")
+    add("--eval.split", default="test", help="split of the data sets")
     add("--eval.n_samples_per_prompt", type=int, default=32, metavar="K", help="answers to each question")
-    add("--eval.temperature", type=float, default=1.0, help="sampling temperature; with 0 every answer is the same")
-    add("--reward.remote_url", metavar="FILE", help="a Python file with OpenRLHF's reward_func")
-    agent = "a Python file with an AgentExecutor, in the place of a reward (of a trained model: its own)"
+    add("--eval.temperature", type=float, default=1.0, help="sampling temperature; 0 makes every answer the same")
+    add("--reward.remote_url", metavar="FILE", help="Python file with OpenRLHF's reward_func")
+    agent = "Python file with an AgentExecutor, instead of a reward (default: the trained model's own)"
     add("--train.agent_func_path", metavar="FILE", help=agent)
-    add("--success_threshold", type=float, default=1.0, help="an answer with at least this reward is correct")
-    add("--data.input_key", default="input", help="column of the questions")
-    add("--data.label_key", help="column of the labels that the reward gets")
-    add("--data.input_template", help="text with {} for the question, used without a chat template")
-    turn = "pass the question as the user's turn"
+    add("--success_threshold", type=float, default=1.0, help="minimum reward of a correct answer")
+    add("--data.input_key", default="input", help="column with the questions")
+    add("--data.label_key", help="column with the labels for the reward")
+    add("--data.input_template", help="text with {} where the question goes, used without a chat template")
+    turn = "pass the question as the user's turn through the chat template"
     add("--data.apply_chat_template", action=argparse.BooleanOptionalAction, help=turn)
     longest = f"maximum tokens of a question and an answer together (default: {_MAX_LEN}, or the model's positions)"
     add("--data.max_len", type=int, help=longest)
-    add("--data.max_samples", type=int, default=10**8, help="maximum questions of each data set, from its start")
+    add("--data.max_samples", type=int, default=10**8, help="maximum questions per data set, from its start")
     add("--rollout.max_new_tokens", type=int, default=1024, help="maximum tokens of an answer")
     add("--rollout.top_p", type=float, default=1.0, help="top-p of sampling")
     add("--vllm.tensor_parallel_size", type=int, default=1, metavar="TP", help="GPUs of the engine")
-    add("--vllm.gpu_memory_utilization", type=float, default=0.9, help="share of each GPU's memory")
+    add("--vllm.gpu_memory_utilization", type=float, default=0.9, help="fraction of each GPU's memory")
     add("--train.seed", type=int, default=1, help="seed of the answers")
     prompts.PROMPTS.add_to(parser)
     return parser

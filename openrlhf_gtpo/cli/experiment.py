@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run an experiment. Return 0, 2 after a sentence on stderr if it cannot be run, 1 if a run failed, or 130 if a
     signal or a request to stop ended it."""
     parser = Parser(prog="python3 -m openrlhf_gtpo.cli.experiment", description=__doc__)
-    parser.add_argument("file", type=Path, metavar="FILE", help="a YAML file: docs/experiments.md")
+    parser.add_argument("file", type=Path, metavar="FILE", help="YAML file with the experiment (docs/experiments.md)")
     parser.add_argument("--dry-run", action="store_true", help="check everything and list the runs")
     args = parser.parse_args(argv)
     interrupted = "interrupted; the same command resumes it."

@@ -56,27 +56,31 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model",
         required=True,
-        help="folder of a Hugging Face checkpoint, its config.json, or 3b, 7b, 32b or the Hub's names of Qwen2.5",
+        help="folder of a Hugging Face checkpoint, its config.json, a Qwen2.5 name on the Hub, or 3b, 7b, 32b",
     )
 
     add = parser.add_argument_group("cluster").add_argument
     add("--gpus", required=True, help="GPUs of all nodes together", **count)
     add("--gpu", default="h100-80g", help=f"one of {', '.join(GPUS)}")
-    add("--nodes", help="nodes, all alike (default: nodes of 8 GPUs)", **count)
+    add("--nodes", help="number of equal nodes (default: nodes of 8 GPUs)", **count)
     add("--network-gbit", default=400, help="Gbit/s from each GPU to other nodes", **number)
 
     add = parser.add_argument_group(
-        "workload", "the defaults are those of the presets of train.sh, but for --max-tokens-per-gpu"
+        "workload", "defaults as in the presets of train.sh, except --max-tokens-per-gpu"
     ).add_argument
     work = Workload()
     add("--prompt-length", default=work.prompt_length, help="maximum tokens of a prompt", **count)
     add("--response-length", default=work.response_length, help="maximum tokens of a response", **count)
-    add("--mean-prompt", help="mean tokens (default: half of the maximum)", **number)
-    add("--mean-response", help="mean tokens (default: log-normal, its median a sixth of the maximum)", **number)
-    add("--samples-per-prompt", default=work.samples_per_prompt, help="responses to a prompt", **count)
-    add("--prompts-per-step", default=work.prompts_per_step, help="prompts of a rollout", **count)
+    add("--mean-prompt", help="mean tokens of a prompt (default: half the maximum)", **number)
+    add(
+        "--mean-response",
+        help="mean tokens of a response (default: log-normal with a sixth of the maximum as median)",
+        **number,
+    )
+    add("--samples-per-prompt", default=work.samples_per_prompt, help="responses per prompt", **count)
+    add("--prompts-per-step", default=work.prompts_per_step, help="prompts per rollout", **count)
     smaller = f"(default: {TRAIN_BATCH}, or all if a step has fewer)"
-    add("--train-batch", help=f"responses in an optimizer step {smaller}", **count)
+    add("--train-batch", help=f"responses per optimizer step {smaller}", **count)
     tokens = work.max_tokens_per_gpu
     add(
         "--max-tokens-per-gpu",
@@ -84,38 +88,42 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"maximum tokens of a micro-batch on each GPU (default: {tokens}, or one longest row)",
         **count,
     )
-    add("--kl", action="store_true", help="a reference model scores the responses too")
+    add("--kl", action="store_true", help="score the responses with a reference model too")
     source: dict[str, Any] = {"choices": ("actor", "sampler"), "default": "actor"}
     add("--entropy", help="the trainer's --rollout.entropy (default: actor)", **source)
     add("--log-probs", help="the trainer's --rollout.log_probs (default: actor)", **source)
 
-    add = parser.add_argument_group("choices", "those left out are searched").add_argument
+    add = parser.add_argument_group("choices", "whatever is not given is searched").add_argument
     for name in ("tensor", "pipeline", "context", "expert"):
         add(f"--{name}-parallel", help=searched, **count)
-    add("--fp8", choices=("off", "hybrid", "e4m3"), help=f"FP8 mode of the actor's products {searched}")
+    add("--fp8", choices=("off", "hybrid", "e4m3"), help=f"FP8 mode of the actor's matrix products {searched}")
     add("--fp8-recipe", choices=RECIPES, help=searched)
     add("--fp8-param", action="store_true", help="FP8 primary weights")
     add("--recompute", choices=RECOMPUTE, help=searched)
     add("--lora-rank", type=int, default=0, metavar="R", help="train adapters of this rank (default: all weights)")
     add("--placement", choices=PLACEMENTS, default=PLACEMENTS[0], help="placement of engines and training")
     add("--rollout-gpus", help=f"GPUs of the engines with --placement split {searched}", **count)
-    add("--async-enable", action="store_true", help="sample a rollout while the one before trains; only if split")
+    add(
+        "--async-enable",
+        action="store_true",
+        help="sample a rollout while the previous one trains; only with --placement split",
+    )
     add("--vllm-tensor-parallel", help=searched, **count)
-    add("--vllm-gpu-memory", help="share of each GPU's memory (default: 0.6; split 0.85)", **number)
+    add("--vllm-gpu-memory", help="fraction of each GPU's memory for vLLM (default: 0.6; split 0.85)", **number)
     moved = "move the trainer's memory to the host during rollouts, and put engines to sleep"
-    add("--offload", help=f"{moved} (default: yes; only if colocated)", **switch)
+    add("--offload", help=f"{moved} (default: yes; only with --placement colocated)", **switch)
     add("--distributed-optimizer", help="shard the optimizer's states (default: yes)", **switch)
 
     add = parser.add_argument_group("output").add_argument
     add("--top", default=8, help="candidates to list", **count)
     add("--json", action="store_true", help="print JSON instead of tables")
-    add("--assumptions", action="store_true", help="print what is assumed, and where it comes from")
+    add("--assumptions", action="store_true", help="print each assumption with its source")
     add(
         "--assume",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="another value for an assumption, such as a measured one, or overlap=0; may be repeated",
+        help="replace an assumption, such as by a measured value, or overlap=0; may be repeated",
     )
     add("--emit", type=Path, metavar="FILE", help="write the launch script of the best candidate")
     add("--algorithm", choices=output.ALGORITHMS, default="gtpo", help="algorithm of that script")

@@ -40,8 +40,8 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--preset",
         choices=sorted(PRESETS),
-        help="settings that belong together, which the flags below override: quickstart (products of two "
-        "one-digit numbers, for SmolLM2) or smoke (what tiny-model can do)",
+        help="a set of settings that the flags below override: quickstart (products of two one-digit numbers, for "
+        "SmolLM2) or smoke (for tiny-model)",
     )
     add("--task", help="a reasoning-gym data set, such as products, gcd, chain_sum (default: the preset's)")
     add("--train-size", type=int, default=75, help="training questions")
@@ -51,15 +51,15 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--task-config",
         metavar="JSON",
-        help="fields of the task's config, as '{\"max_digits\": 2}'; by default small settings for products, gcd and "
-        "chain_sum, and reasoning-gym's own for the others ('{}' asks for those)",
+        help="fields of the task's config, such as '{\"max_digits\": 2}' (default: small settings for products, gcd and "
+        "chain_sum, otherwise reasoning-gym's own, as with '{}')",
     )
     add("--instruction", metavar="TEXT", help="appended to each question")
     add("--system", metavar="TEXT", help="system message (default: the chat template's own)")
     add(
         "--question-form",
         metavar="TEMPLATE",
-        help="the question, from the task's {question} and metadata, such as '{expression} =' for products",
+        help="form of the question, with the task's {question} and metadata, such as '{expression} =' for products",
     )
     add(
         "--example",
@@ -67,33 +67,39 @@ def build_parser() -> argparse.ArgumentParser:
         nargs=2,
         action="append",
         metavar=("QUESTION", "ANSWER"),
-        help="a worked turn before the question; may be repeated",
+        help="worked example before the question; may be repeated",
     )
     add("--label", choices=["answer"], help=argparse.SUPPRESS)  # what labels were made from in 0.1
     task.set_defaults(run=_task)
 
-    math = commands.add_parser("math", help="a data set of problems and answers, for math_verify_reward.py")
+    math = commands.add_parser("math", help="data set of problems and answers, for math_verify_reward.py")
     add = math.add_argument
-    add("--source", required=True, help="a .jsonl, .json, .csv or .parquet file, or a name on the Hugging Face hub")
-    add("--config", help="the hub data set's configuration, such as main; a file has none")
-    add("--split", default="train", help="the hub data set's split; a file has none")
+    add("--source", required=True, help=".jsonl, .json, .csv or .parquet file, or a name on the Hugging Face Hub")
+    add("--config", help="configuration of a data set on the Hub, such as main")
+    add("--split", default="train", help="split of a data set on the Hub")
     add(
         "--problem-key",
         default="problem",
-        help="column with the problem, as text or chat messages (default: %(default)s); a.b is field b of column a",
+        help="column with the problem, as text or chat messages (default: %(default)s); a.b means field b of column a",
     )
     add("--answer-key", default="answer", help="column with the answer")
-    add("--answer-after", metavar="TEXT", help="the answer is what follows the last TEXT, such as '####'")
+    add("--answer-after", metavar="TEXT", help="take the answer from after the last TEXT, such as '####'")
     add("--instruction", default=INSTRUCTION, metavar="TEXT", help="appended to each problem that is text")
     add("--system", default="", metavar="TEXT", help="system message (default: the template's own)")
     add("--eval-size", type=int, default=0, help="problems to hold out as eval.jsonl")
-    add("--seed", type=int, default=1, help="seed that chooses the held-out problems")
+    add("--seed", type=int, default=1, help="seed for choosing the held-out problems")
     math.set_defaults(run=_math)
 
     benchmarks = commands.add_parser("benchmarks", help="questions for comparing models, for cli.evaluate")
     add = benchmarks.add_argument
-    add("--names", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS), help="(default: all of them)")
-    add("--from", dest="source", type=Path, metavar="DIR", help="read NAME.jsonl, … from it, not the Hugging Face hub")
+    add("--names", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS), help="benchmarks to write (default: all)")
+    add(
+        "--from",
+        dest="source",
+        type=Path,
+        metavar="DIR",
+        help="read NAME.jsonl, … from this folder instead of the Hub",
+    )
     add("--instruction", default=INSTRUCTION, metavar="TEXT", help="appended to each question")
     benchmarks.set_defaults(run=_benchmarks)
 

@@ -68,19 +68,21 @@ def _parser() -> argparse.ArgumentParser:
     worker = commands.add_parser("worker", help="run another node on this host")
     worker.set_defaults(port=_PORT)
     worker.add_argument("--head", required=True, help="IP:PORT of the head")
-    worker.add_argument("--timeout", type=seconds, default=_TIMEOUT, help="seconds to look for a head that is ready")
+    worker.add_argument("--timeout", type=seconds, default=_TIMEOUT, help="seconds to wait for a ready head")
     for node in (head, worker):
         add = node.add_argument
-        add("--address", required=True, help="address at which the other hosts reach this one")
+        add("--address", required=True, help="address of this host for the other hosts")
         add("--name", default=socket.gethostname(), help="name of this node in messages (default: the host's)")
-        add("--logs", type=Path, help="where Ray's logs of this node are copied at the end")
-        add("--temporary", type=Path, default=Path("/tmp"), help="folder on this host for Ray's files")
+        add("--logs", type=Path, help="folder to copy this node's Ray logs to at the end")
+        add("--temporary", type=Path, default=Path("/tmp"), help="folder for Ray's files on this host")
     wait = commands.add_parser("wait", help="wait until all nodes have joined")
     wait.add_argument("--dashboard", default=f"http://127.0.0.1:{_PORT + 1}", help="URL of the head's dashboard")
     wait.add_argument("--nodes", nargs="+", required=True, help="names of the nodes to wait for")
     wait.add_argument("--timeout", type=seconds, default=_TIMEOUT, help="seconds to wait")
     for command in (head, worker, wait):
-        command.add_argument("--token", type=Path, help="file with the cluster's secret (without, anyone may use it)")
+        command.add_argument(
+            "--token", type=Path, help="file with the cluster's secret; without it, anyone may use the cluster"
+        )
     return parser
 
 

@@ -37,40 +37,51 @@ def build_parser() -> argparse.ArgumentParser:
 
     run = commands.add_parser("run", help="one run: held-out reward before and after, time per step, curves")
     add = run.add_argument
-    add("metrics", type=Path, metavar="DIR_OR_FILE", help="a metrics file, or a directory with metrics.jsonl")
+    add("metrics", type=Path, metavar="DIR_OR_FILE", help="metrics file, or folder with metrics.jsonl")
     add("--png", type=Path, metavar="OUT", help="draw reward, entropy and response length (default: DIR/curves.png)")
     add("--title", help="title of the PNG (default: the run's path)")
     add(
         "--model",
         type=Path,
         metavar="DIR",
-        help="also say how to ask and load the model that was trained, and to view",
+        help="folder of the trained model; also print commands to ask, load and view it",
     )
-    add("--question", default="...", help="that this asks")
+    add("--question", default="...", help="question in the printed command")
     run.set_defaults(run=_run)
 
     compare = commands.add_parser("compare", help="several runs: a markdown table, with means over a label's runs")
     add = compare.add_argument
-    add("runs", nargs="+", metavar="LABEL=FILE", help="repeat a label for several seeds: gtpo=a.jsonl gtpo=b.jsonl")
+    add(
+        "runs",
+        nargs="+",
+        metavar="LABEL=FILE",
+        help="metrics of a run; repeat a label for several seeds: gtpo=a.jsonl gtpo=b.jsonl",
+    )
     add("--png", type=Path, metavar="OUT", help="also draw the runs and their means")
     add("--title", default="", help="title of the PNG")
     add("--markdown", type=Path, metavar="OUT", help="also write the table to this file")
     compare.set_defaults(run=_compare)
 
-    page = commands.add_parser("page", help="any set of runs as one HTML page: figures, baseline, means, settings")
+    page = commands.add_parser("page", help="several runs as one HTML page: figures, baseline, means, settings")
     add = page.add_argument
-    runs_help = "a run, as LABEL=FILE or LABEL=DIR, also a TensorBoard folder; or the folder of an experiment"
+    runs_help = "LABEL=FILE or LABEL=DIR of a run (DIR may be a TensorBoard folder), or the folder of an experiment"
     add("runs", nargs="+", metavar="RUN", help=runs_help)
-    add("--baseline", metavar="LABEL", help="compare the others with this one, over seeds and questions")
-    add("--output", required=True, type=Path, metavar="DIR", help="gets index.html, and each figure as PNG and SVG")
+    add("--baseline", metavar="LABEL", help="label that the others are compared with, over seeds and questions")
+    add(
+        "--output",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="folder for index.html and each figure as PNG and SVG",
+    )
     add("--title", help="title of the page (default: the runs' labels)")
     page.set_defaults(run=_page)
 
-    watch = commands.add_parser("watch", help="a progress bar over a run that is under way")
+    watch = commands.add_parser("watch", help="progress bar of a running training")
     add = watch.add_argument
-    add("metrics", type=Path, metavar="FILE", help="the run's metrics file; it may not exist yet")
-    add("--steps", type=int, required=True, help="training steps of the whole run")
-    add("--pid", type=int, required=True, help="the training process; watching ends with it")
+    add("metrics", type=Path, metavar="FILE", help="metrics file of the run, which need not exist yet")
+    add("--steps", type=int, required=True, help="total training steps of the run")
+    add("--pid", type=int, required=True, help="training process; watching ends with it")
     watch.set_defaults(run=_watch)
     return parser
 

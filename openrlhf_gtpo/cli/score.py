@@ -35,20 +35,20 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python3 -m openrlhf_gtpo.cli.score", description=__doc__)
     add_input_flags(parser)
     add = parser.add_argument
-    add("--output", required=True, type=Path, metavar="FILE", help="the scores; the file appears when it is complete")
+    add("--output", required=True, type=Path, metavar="FILE", help="file for the scores; it appears once complete")
     add("--dtype", choices=_DTYPES, default=_DTYPES[0], help="dtype of the model")
     add(
         "--processes",
         type=int,
         metavar="N",
-        help="processes (GPUs) in all; more than one model needs make replicas of it, which share the rows (default: "
-        "as many as one model needs, or those that torchrun has started)",
+        help="total processes (GPUs); extra ones form replicas that share the rows (default: what one model needs, or "
+        "torchrun's processes)",
     )
     add(
         "--trust-remote-code",
         "--trust_remote_code",
         action="store_true",
-        help="run the Python code that the checkpoint brings (auto_map in its configuration files); without it such a "
+        help="run the Python code in the checkpoint (auto_map in its configuration files); without this flag such a "
         "checkpoint is refused",
     )
     megatron_flags.MEGATRON.add_to(parser)
@@ -59,7 +59,7 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that this command shares with ``benchmark fp8``."""
     add = parser.add_argument
     add("--model", required=True, metavar="DIR", help="folder of a Hugging Face checkpoint")
-    add("--input", required=True, type=Path, metavar="FILE", help="JSON lines")
+    add("--input", required=True, type=Path, metavar="FILE", help="JSON lines with the sequences")
     add("--temperature", type=float, default=1.0, help="temperature of the policy")
     add("--max-tokens", "--max_tokens", type=int, default=8192, metavar="N", help="maximum tokens of a micro-batch")
 

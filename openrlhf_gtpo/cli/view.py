@@ -23,10 +23,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python3 -m openrlhf_gtpo.cli.view", description=__doc__)
     add = parser.add_argument
-    add("source", type=Path, metavar="RUN_OR_DUMP", help="a run's folder, or one of its dumps")
-    add("--output", required=True, type=Path, metavar="FILE", help="the page; the file appears when it is complete")
-    add("--estimators", metavar="A,B", default="", help="(default: the run's own, then gtpo and grpo_s)")
-    add("--max-tokens", type=int, default=2_500_000, metavar="N", help="in the page; above that, groups are sampled")
+    add("source", type=Path, metavar="RUN_OR_DUMP", help="folder of a run, or one of its dumps")
+    add("--output", required=True, type=Path, metavar="FILE", help="file for the page; it appears once complete")
+    add(
+        "--estimators",
+        metavar="A,B",
+        default="",
+        help="estimators to compare (default: the run's own, then gtpo and grpo_s)",
+    )
+    add(
+        "--max-tokens",
+        type=int,
+        default=2_500_000,
+        metavar="N",
+        help="maximum tokens in the page; beyond that, groups are sampled",
+    )
     return parser
 
 

@@ -95,9 +95,8 @@ def _has_clip_range(values: Values) -> bool:
 
 _ALL_OF_THEM = Group(
     "all of them",
-    f"{', '.join(ESTIMATORS)} clip with 0.2 and 0.28 unless told otherwise (another --actor.policy_loss_type has "
-    "its own range), need --rollout.n_samples_per_prompt of at least 2, and clip advantages with "
-    "--reward.clip_range only if it is given",
+    f"{', '.join(ESTIMATORS)} clip with 0.2 and 0.28 by default (another --actor.policy_loss_type has its own range), "
+    "need --rollout.n_samples_per_prompt >= 2, and clip advantages only if --reward.clip_range is given",
     (),
     ignored=(
         Ignored(

@@ -59,18 +59,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     estimators = (f"{name} ({kind.summary})" for name, kind in ESTIMATORS.items())
     estimator.help = f"{estimator.help}; {', '.join(estimators)}"
     clip_range = parser._option_string_actions["--reward.clip_range"]
-    clip_range.help = (
-        f"{clip_range.help}; {', '.join(ESTIMATORS)} clip their advantages with it, and only if it is given"
-    )
+    clip_range.help = f"{clip_range.help}; {', '.join(ESTIMATORS)} clip advantages with it, only if it is given"
     loss_type = parser._option_string_actions["--actor.policy_loss_type"]
     assert loss_type.choices is not None
     loss_type.choices = [*loss_type.choices, *SURROGATES]
     surrogates = ", ".join(f"{name} ({kind.summary})" for name, kind in SURROGATES.items())
-    loss_type.help = f"how a step is clipped: OpenRLHF's ppo and gspo; {surrogates}"
+    loss_type.help = f"policy loss: OpenRLHF's ppo and gspo; {surrogates}"
     for name, use in (("train", "trained on"), ("rollout", "computed at once before training")):
         tokens = parser._option_string_actions[f"--{name}.max_tokens_per_gpu"]
         tokens.help = (
-            f"most tokens {use} at once on a GPU, with the Megatron backend and --train.dynamic_batch_enable; fewer "
+            f"maximum tokens {use} at once on a GPU, with the Megatron backend or --train.dynamic_batch_enable; fewer "
             f"take less memory{f' ({CPU_TOKENS} for Megatron on a CPU)' if name == 'train' else ''}"
         )
     for group in setting_groups():

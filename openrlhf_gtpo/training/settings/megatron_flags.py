@@ -12,11 +12,11 @@ from openrlhf_gtpo.training.settings.setting import Bounds, Group, Ignored, Need
 
 _LAYOUT_HELP = {
     "tensor_model_parallel_size": "GPUs that share every matrix; must divide the model's attention heads and "
-    "key-value heads. Keep it within a node",
-    "pipeline_model_parallel_size": "stages that the layers are split into; must divide their number",
-    "context_parallel_size": "GPUs that share every sequence, for long ones",
-    "expert_model_parallel_size": "GPUs that share the experts of a mixture of experts; must divide them and the "
-    "data-parallel size, which is --actor.num_nodes × --actor.num_gpus_per_node ÷ (tensor × pipeline × context)",
+    "key-value heads. Keep them within one node",
+    "pipeline_model_parallel_size": "stages to split the layers into; must divide the number of layers",
+    "context_parallel_size": "GPUs that share every sequence, for long sequences",
+    "expert_model_parallel_size": "GPUs that share the experts of a mixture of experts; must divide the number of "
+    "experts and the data-parallel size, actor GPUs ÷ (tensor × pipeline × context)",
 }
 
 # The parallel sizes, which :func:`layout_of` reads.
@@ -25,7 +25,7 @@ LAYOUT = (
     Setting(
         "megatron.sequence_parallel",
         False,
-        "shard the activations between the matrices over the tensor-parallel GPUs too: less memory, same result",
+        "also shard the activations between matrices over the tensor-parallel GPUs: less memory, same result",
     ),
 )
 
@@ -127,56 +127,52 @@ MEGATRON = Group(
         Setting(
             "actor.backend",
             "deepspeed",
-            "what trains the policy and scores with the reference: OpenRLHF's DeepSpeed models, or Megatron-core with "
-            "tensor, pipeline, context and expert parallelism, for the models in docs/megatron.md",
+            "what trains the policy and runs the reference: OpenRLHF's DeepSpeed models, or Megatron-core with "
+            "tensor, pipeline, context and expert parallelism (models in docs/megatron.md)",
             choices=("deepspeed", "megatron"),
         ),
         *LAYOUT,
         Setting(
             "megatron.recompute",
             "none",
-            "activations to recompute in the backward pass instead of keeping them: none, those of the MLP or the "
-            "experts (selective), or all of a layer's (full; --actor.gradient_checkpointing_enable asks for this)",
+            "activations to recompute in the backward pass instead of storing: none, the MLP's or experts' "
+            "(selective), or all (full, also set by --actor.gradient_checkpointing_enable)",
             choices=RECOMPUTE,
         ),
         Setting(
             "megatron.lm_head_mb",
             None,
-            "MiB of temporary memory that the LM head works in (default: 1024, and 256 on a CPU host)",
+            "temporary memory of the LM head, in MiB (default: 1024; on a CPU host 256)",
             int,
             bounds=Bounds(at_least=64),
         ),
-        Setting(
-            "megatron.use_distributed_optimizer", True, "shard the optimizer's states over the data-parallel GPUs"
-        ),
+        Setting("megatron.use_distributed_optimizer", True, "shard optimizer states over the data-parallel GPUs"),
         Setting(
             "megatron.offload",
             False,
-            "move parameters, gradients and optimizer states to host memory between the phases of a colocated run, as "
-            "--ds.enable_sleep does for DeepSpeed (and here too), and the reference model between its forward passes "
-            "(--ref.offload does only the latter)",
+            "move parameters, gradients and optimizer states to host memory between phases of a colocated run, and "
+            "the reference model between its forward passes (--ref.offload: only the latter)",
         ),
         Setting(
             "megatron.fp8",
             None,
-            "compute the decoder's matrix products in FP8: hybrid (E4M3, gradients in E5M2) or e4m3 with Transformer "
-            "Engine on Hopper or Ada; emulated gives the same numbers slowly on any host. Embedding and LM head stay "
-            "in BF16, and so do the weights unless --megatron.fp8_param is given (default: off)",
+            "compute the decoder's matrix products in FP8: hybrid (E4M3, gradients E5M2) or e4m3 on Hopper or Ada "
+            "with Transformer Engine; emulated, slow, runs on any host (default: off)",
             choices=MODES,
             page="fp8.md",
         ),
         Setting(
             "megatron.fp8_recipe",
             "blockwise",
-            "where FP8's scales come from: earlier micro-batches (delayed), the whole tensor (tensorwise), or blocks "
-            "of 1 x 128 and 128 x 128 (blockwise; Hopper, torch built with CUDA 12.9 or above)",
+            "source of FP8's scales: earlier micro-batches (delayed), the whole tensor (tensorwise), or blocks of 1 x "
+            "128 and 128 x 128 (blockwise: Hopper, torch built for CUDA 12.9+)",
             choices=RECIPES,
         ),
         Setting(
             "megatron.fp8_param",
             False,
-            "keep the weights of those products only in FP8, beside the optimizer's float32 ones, which are the same "
-            "as without it: half the memory of weights; not with the recipe delayed",
+            "keep the decoder's weights only in FP8, beside the optimizer's unchanged float32 copy: half the weight "
+            "memory; not with the delayed recipe",
         ),
         *(
             Setting(
@@ -190,18 +186,17 @@ MEGATRON = Group(
         Setting(
             "megatron.override",
             [],
-            "set a field of Megatron's TransformerConfig, for example moe_router_dtype=fp32; may be repeated",
+            "set a field of Megatron's TransformerConfig, such as moe_router_dtype=fp32; may be repeated",
             metavar="FIELD=VALUE",
         ),
         Setting(
             "megatron.ddp",
             [],
-            "set a field of Megatron's DistributedDataParallelConfig, for example bucket_size=100000000; may be "
-            "repeated. On GPUs overlap_grad_reduce and, with the distributed optimizer, overlap_param_gather are true "
-            "unless they are set",
+            "set a field of Megatron's DistributedDataParallelConfig, such as bucket_size=100000000; may be repeated. "
+            "On GPUs overlap_grad_reduce and overlap_param_gather (distributed optimizer) default to true",
             metavar="FIELD=VALUE",
         ),
-        Setting("megatron.async_save", True, "write checkpoints to disk while training goes on"),
+        Setting("megatron.async_save", True, "write checkpoints to disk while training continues"),
     ),
     ignored=(
         Ignored(  # DeepSpeed's, and those of what is refused with it (moving average, Muon, images)

@@ -10,11 +10,10 @@ from openrlhf_gtpo.training.settings.setting import Setting
 
 _INTRODUCTION = """# Flags
 
-What `openrlhf_gtpo.cli.train_ppo_ray` adds to OpenRLHF's command line, with its defaults. This page is made of the
-settings' declarations, as `--help` is: `python3 -m openrlhf_gtpo.training.settings.page > docs/flags.md`.
+The flags that `openrlhf_gtpo.cli.train_ppo_ray` adds to OpenRLHF's command line, with their defaults. This page and
+`--help` come from the same declarations: `python3 -m openrlhf_gtpo.training.settings.page > docs/flags.md`.
 
-A switch is turned off with `--no-` before its name. A flag that has no effect in a run is named on stderr, with the
-reason.
+`--no-` before a switch's name turns it off. A run names on stderr each flag without effect, with the reason.
 """
 
 
@@ -28,7 +27,7 @@ def flags_page() -> str:
             parts.append("".join(f"{_wrap(_item(setting), '  ')}\n" for setting in group.settings))
         if group is PRESET:
             names = [name for name in PRESETS if name not in SURROGATES] + ["cispo"]
-            parts.append("What they stand for; each surrogate has one like cispo's:\n")
+            parts.append("Flags that each preset sets; the presets of the other surrogates are like cispo's:\n")
             parts.append("".join(f"{_wrap(_preset(name), '  ')}\n" for name in names))
     return "\n".join(parts)
 

@@ -77,10 +77,8 @@ PRESET = Group(
         Setting(
             "algo.preset",
             None,
-            "select a whole algorithm: its estimator, loss, clip range, KL, filtering and length penalty; flags given "
-            "with it win. dapo, and forking_tokens, built on it, are for rewards of 0 and 1 (for -1 and 1 add "
-            "--reward.overlong_penalty_factor 1 --algo.dynamic_filtering_range -1 1) and need "
-            "--rollout.max_new_tokens; grpo averages its KL over tokens, the paper over each response first",
+            "select a whole algorithm: estimator, loss, clip range, KL, filtering and length penalty. Flags given "
+            "with it win. dapo and forking_tokens need --rollout.max_new_tokens and rewards of 0 and 1",
             choices=tuple(sorted(PRESETS)),
         ),
     ),

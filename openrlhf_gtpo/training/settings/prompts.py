@@ -52,34 +52,35 @@ def _flag(text: str) -> str:
 
 PROMPTS = Group(
     "prompts",
-    "what a chat template is given besides the messages; kept beside the trained model for the other commands, where "
-    "an empty text takes it back",
+    "what the chat template gets besides the messages; saved with the trained model for the other commands, where an "
+    "empty text resets it",
     (
         Setting(
             "data.chat_template_kwargs",
             None,
-            "variables for the chat template as a JSON object, such as '{\"enable_thinking\": false}' for Qwen3; "
-            "those that the template does not read are named",
+            "variables for the chat template, as a JSON object such as '{\"enable_thinking\": false}' for Qwen3; "
+            "variables that the template ignores are reported",
             _flag,
             metavar="JSON",
         ),
         Setting(
             "data.chat_template_kwargs_key",
             None,
-            "column with a row's own such variables, which replace those of the same name; null or none for no more",
+            "column with a row's own template variables, which override --data.chat_template_kwargs by name; "
+            "missing or null means none",
             metavar="COLUMN",
         ),
         Setting(
             "data.tools_key",
             None,
-            "column with the tools that the chat template prints: a list of JSON schemas, or a JSON text of it; null "
-            "or none for no tools",
+            "column with the tools for the chat template: a list of JSON schemas, or its JSON text; missing or null "
+            "means none",
             metavar="COLUMN",
         ),
         Setting(
             "data.system_prompt",
             None,
-            "system message before the messages of every row that does not begin with its own",
+            "system message for every row whose messages do not begin with one",
             metavar="TEXT",
         ),
     ),

@@ -1,4 +1,4 @@
-"""The settings of a run that belong to no algorithm, backend or feature."""
+"""Settings of a run that belong to none of its algorithms, backends and features."""
 
 import os
 from typing import Any
@@ -52,22 +52,20 @@ _WITHIN_GROUPS = ("group_relative", "group_rescaled")  # forms of the overlong p
 
 RUN = Group(
     "run",
-    "what belongs to no algorithm, backend or feature",
+    "settings of any run",
     (
         Setting(
             "actor.trust_remote_code",
             False,
-            "run the Python code that a checkpoint brings (auto_map in its configuration files), whatever model it "
-            "is of; without this flag such a checkpoint is refused",
+            "run the Python code in a checkpoint (auto_map in its configuration files), for any of the run's models; "
+            "without this flag such a checkpoint is refused",
         ),
         Setting(
             "reward.overlong_form",
             "continuous",
-            f"shape of the overlong penalty for {_ESTIMATORS}: DAPO's continuous one; the paper's as printed, "
-            "which ends at -buffer/limit, and is -1 only beyond the limit, where only an agent's responses can be; "
-            "that of its revision, group_relative, down to -0.5 by the lengths of a response's own group; or GR3's, "
-            "group_rescaled, reward / (1 + factor * length / the group's mean length), with a factor of 0.33 unless "
-            "given; the last two without a buffer",
+            f"overlong penalty of {_ESTIMATORS}: continuous (DAPO's), as_printed (the paper's formula), "
+            "group_relative (its revision's, by lengths within the group) or group_rescaled (GR3's, factor 0.33 by "
+            "default)",
             choices=("continuous", "as_printed", *_WITHIN_GROUPS),
             needs=(
                 Need(
@@ -90,16 +88,16 @@ RUN = Group(
         Setting(
             "ckpt.stop_file",
             None,
-            "when this file appears, save a checkpoint after the step in progress and exit with status 75, as after "
-            "SIGUSR1 (default: 'stop' in --ckpt.path; one left there by an earlier run does not count)",
+            "when this file appears, save a checkpoint after the current step and exit with status 75, as after "
+            "SIGUSR1 (default: 'stop' in --ckpt.path)",
             metavar="FILE",
             page="slurm.md#stop-requeue-resume",
         ),
         Setting(
             "ckpt.load_tag",
             None,
-            "with --ckpt.load_enable, go on from this checkpoint, such as global_step40 (default: the newest whole "
-            "one)",
+            "with --ckpt.load_enable, resume from this checkpoint, such as global_step40 (default: the newest "
+            "complete one)",
             lambda tag: tag or None,  # a supervised run gives "" to go on from its own checkpoint
             metavar="TAG",
             needs=(needs_flag("ckpt.load_enable"),),
@@ -107,28 +105,28 @@ RUN = Group(
         Setting(
             "logger.metrics_path",
             None,
-            "append every step's metrics to this JSON-lines file, beside TensorBoard and W&B",
+            "append every step's metrics to this JSON-lines file, in addition to TensorBoard and W&B",
             metavar="FILE",
             page="metrics.md",
         ),
         Setting(
             "logger.entropy_enable",
             False,
-            f"log policy entropies with the other estimators too ({_ESTIMATORS} always do)",
+            f"log policy entropies with other estimators too ({_ESTIMATORS} always log them)",
         ),
         Setting(
             "train.shared_prompts",
             "on",
-            "compute a group's prompt once for all of its responses, in log-probs and in training, where model and "
-            "settings allow it (the run says so at its start); off: with each response",
+            "on: compute a group's prompt once for all its responses, in log-probs and training, where model and "
+            "settings allow it (printed at start); off: with each response",
             choices=("on", "off"),
             page="performance.md#a-prompt-is-computed-once",
         ),
         Setting(
             "train.max_staleness",
             2,
-            "with weights in flight, steps N that a token may be older than the policy that trains on it; prompts of "
-            "1 + (N + 1) // 2 steps are in flight, --rollout.batch_size a step",
+            "maximum age of a token in steps, N, with weights in flight; prompts of 1 + (N + 1) // 2 steps are in "
+            "flight at once",
             bounds=Bounds(at_least=0),
             needs=(needs_flag("train.partial_rollout_enable"),),
             page="async.md#weights-in-flight",
@@ -136,7 +134,7 @@ RUN = Group(
         Setting(
             "vllm.max_num_seqs",
             None,
-            "limit on the responses that an engine decodes at once (default: vLLM's for an engine in an actor, 128)",
+            "maximum responses that an engine decodes at once (default: vLLM's for an engine in a Ray actor, 128)",
             int,
             bounds=Bounds(at_least=1),
             page="performance.md#decoding",
@@ -144,7 +142,8 @@ RUN = Group(
         Setting(
             "vllm.max_num_batched_tokens",
             None,
-            "limit on the tokens that an engine computes per step, prompts included (default: likewise vLLM's, 2048)",
+            "maximum tokens that an engine computes per step, prompts included (default: vLLM's for an engine in a "
+            "Ray actor, 2048)",
             int,
             bounds=Bounds(at_least=1),
             page="performance.md#decoding",
@@ -152,7 +151,7 @@ RUN = Group(
         Setting(
             "vllm.sync_bucket_mb",
             256,
-            "size of one bucket of the weight transfer, in MiB",
+            "size of a weight-transfer bucket, in MiB",
             bounds=Bounds(at_least=1),
             needs=(Need(lambda values: not values["vllm.sync_with_ray"], "--vllm.sync_with_ray has no buckets"),),
             page="openrlhf.md#weights-to-vllm",
@@ -160,9 +159,8 @@ RUN = Group(
         Setting(
             "vllm.sync_checksum",
             False,
-            "verify after every transfer that each parameter, as it was sent, reached every engine, and that all of "
-            "the model was written; stop the run otherwise. It does not check how a parameter was made from shards, "
-            "nor what vLLM makes of it for its kernels",
+            "after every transfer, verify that each parameter reached every engine as sent and that the whole model "
+            "was written; otherwise stop the run",
             page="megatron.md#a-weight-in-vllm-looks-wrong",
         ),
     ),

@@ -1,4 +1,4 @@
-"""The settings of what keeps a run going, or ends it."""
+"""Settings that decide whether a run survives a failure or ends."""
 
 from typing import Any
 
@@ -17,28 +17,28 @@ def refuse_restarts_without_weights(values: dict[str, Any], given: frozenset[str
 
 SUPERVISION = Group(
     "supervision",
-    "what happens if engines, ranks or rewards die or hang, or an optimizer step is not finite",
+    "what happens when engines, ranks or rewards die or hang, or an optimizer step is not finite",
     (
         Setting(
             "train.max_restarts",
             0,
-            "how often a run may replace engines that died or hang, and retry rewards that fail; and how often it is "
-            "restarted from its last checkpoint if another process died or hangs; 0 stops at the first",
+            "times a run may replace dead or hanging engines and retry failed rewards; also restarts from the last "
+            "checkpoint when another process dies or hangs; 0 allows none",
             bounds=Bounds(at_least=0),
             page="reliability.md#supervised-runs",
         ),
         Setting(
             "train.stall_timeout",
             0.0,
-            "seconds without an answer after which a process or a reward counts as hanging; 0 waits forever. It must "
-            "be longer than the slowest reward, and than each phase of a step except the rollout, including a "
-            "checkpoint",
+            "seconds of silence after which a process or reward counts as hanging; 0 waits forever. Must exceed the "
+            "slowest reward, checkpoint, and phase of a step except the rollout",
             bounds=Bounds(at_least=0),
         ),
         Setting(
             "train.max_bad_steps",
             3,
-            "stop after this many optimizer steps in a row with a non-finite gradient or loss, all of them skipped",
+            "stop after this many consecutive optimizer steps with a non-finite gradient or loss; each such step is "
+            "skipped",
             bounds=Bounds(at_least=1),
             page="openrlhf.md#what-is-not-finite",
         ),

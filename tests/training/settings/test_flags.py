@@ -530,4 +530,5 @@ def test_a_misspelt_flag_is_an_error_of_types(tmp_path: Path) -> None:
 
 
 def test_the_page_of_flags_is_made_of_their_declarations() -> None:
+    assert [setting.flag for setting in flags.all_settings() if len(setting.help.split()) > 30] == []
     assert page.flags_page() == (Path(__file__).parents[3] / "docs" / "flags.md").read_text()

@@ -12,14 +12,14 @@ DUMPS = Group(
         Setting(
             "logger.dump_rollouts",
             0,
-            "write every N-th step's rollouts to 'rollouts' in --ckpt.path, for cli.view; 0 never",
+            "write the rollouts of every N-th step to 'rollouts' in --ckpt.path, for cli.view; 0 writes none",
             metavar="N",
             bounds=Bounds(at_least=0),
         ),
         Setting(
             "logger.dump_rows",
             64,
-            "limit on the responses in a dump: whole groups, sampled anew each step, and at least one",
+            "maximum responses in a dump; whole groups, drawn anew each step, and at least one group",
             metavar="M",
             bounds=Bounds(at_least=1),
             needs=(needs_flag("logger.dump_rollouts"),),
@@ -51,7 +51,8 @@ REPLAY = Group(
         Setting(
             "train.replay_rollouts",
             None,
-            "train on what --logger.dump_rollouts wrote to DIR, a step per dump, without engines, prompts or rewards",
+            "train on the dumps that --logger.dump_rollouts wrote to DIR, one per step, without engines, prompts or "
+            "rewards",
             metavar="DIR",
         ),
     ),

@@ -25,17 +25,16 @@ FP8_AUDIT = Group(
         Setting(
             "megatron.fp8_audit_steps",
             0,
-            "in every N-th batch, compute the old-policy forward in BF16 too, and log what FP8 does to entropies, "
-            "shares and advantages as fp8/* (with credit that reads entropies; 0: never)",
+            "in every N-th batch, also compute the old-policy forward in BF16, and log FP8's effect on entropies, "
+            "shares and advantages as fp8/*; 0 never does",
             metavar="N",
             bounds=Bounds(at_least=0),
         ),
         Setting(
             "megatron.fp8_audit_gate",
             None,
-            "if an audit finds that more than this fraction of the advantages, such as 0.02, changes its sign, take "
-            "entropies from a forward in BF16, beside FP8's for log-probs, until an audit finds fewer (default: "
-            "never)",
+            "while audits find that more than this fraction of advantages (such as 0.02) changes sign, take entropies "
+            "from a BF16 forward; FP8's still gives log-probs (default: never)",
             float,
             metavar="X",
             bounds=Bounds(at_least=0, at_most=1),

@@ -47,63 +47,67 @@ def describe_guide(values: dict[str, Any], given: frozenset[str]) -> None:
 
 GUIDE = Group(
     "guide",
-    "a frozen, stronger policy that samples part of each group, or answers prompts for which no response was right",
+    "a frozen, stronger policy that samples part of each group, or answers prompts whose responses were all wrong",
     (
         Setting(
             "algo.guide.model_name_or_path",
             None,
-            "checkpoint of the guide, a frozen policy with the same tokenizer that samples part of each group",
+            "checkpoint of the guide: a frozen policy with the same tokenizer, which samples part of each group",
         ),
         Setting(
             "algo.guide.fraction",
             0.0,
-            "fraction of each group's rows that the guide samples",
+            "fraction of each group's responses that the guide samples",
             bounds=Bounds(at_least=0, below=1),
         ),
         Setting(
             "algo.guide.steps",
             0,
-            "training steps over which that fraction falls to 0; 0 never",
+            "training steps over which --algo.guide.fraction falls to 0; 0 keeps it constant",
             bounds=Bounds(at_least=0),
             needs=(needs_flag("algo.guide.fraction"),),
         ),
         Setting(
             "algo.guide.ratio_cap",
             2.0,
-            "largest ratio of the policy to the guide at a token of the guide's rows",
+            "maximum ratio of policy to guide at a token that the guide sampled",
             bounds=Bounds(at_least=1),
         ),
         Setting(
             "algo.guide.rescue_batch",
             0,
-            "have the guide answer prompts that dynamic filtering dropped because no response was right, as soon as "
-            "this many are waiting; 0 never",
+            "have the guide answer prompts that dynamic filtering dropped because every response was wrong, once this "
+            "many are waiting; 0 never does",
             bounds=Bounds(at_least=0),
         ),
         Setting(
             "algo.guide.rescue_weight",
             1.0,
-            "weight of the loss of such prompts' groups",
+            "loss weight of the groups that --algo.guide.rescue_batch adds",
             bounds=Bounds(at_least=0),
             needs=(needs_flag("algo.guide.rescue_batch"),),
         ),
         Setting(
             "algo.guide.endpoint",
             None,
-            "OpenAI-compatible endpoint that serves the guide under that name in place of engines, such as the one "
-            "that vllm serve opens at http://HOST:8000/v1",
+            "OpenAI-compatible endpoint that serves the guide under its --algo.guide.model_name_or_path, instead of "
+            "engines of this run; vllm serve opens one at http://HOST:8000/v1",
             metavar="URL",
         ),
         Setting(
             "algo.guide.num_engines", 1, "vLLM engines of the guide", bounds=Bounds(at_least=1), needs=(_ENGINES,)
         ),
         Setting(
-            "algo.guide.tensor_parallel_size", 1, "GPUs of each of them", bounds=Bounds(at_least=1), needs=(_ENGINES,)
+            "algo.guide.tensor_parallel_size",
+            1,
+            "GPUs of each guide engine",
+            bounds=Bounds(at_least=1),
+            needs=(_ENGINES,),
         ),
         Setting(
             "algo.guide.gpu_memory_utilization",
             None,
-            "share of each of their GPUs' memory (default: --vllm.gpu_memory_utilization)",
+            "fraction of GPU memory for each guide engine (default: --vllm.gpu_memory_utilization)",
             float,
             bounds=Bounds(above=0, at_most=1),
             needs=(_ENGINES,),
@@ -111,7 +115,7 @@ GUIDE = Group(
         Setting(
             "algo.guide.on_failure",
             "stop",
-            "if the guide dies: stop the run, or go on without it",
+            "if the guide dies, stop the run or continue without it",
             choices=("stop", "continue"),
         ),
     ),

@@ -19,4 +19,4 @@ def describe_adapters(values: dict[str, Any], given: frozenset[str]) -> None:
     values["ref.is_actor"] = True
 
 
-LORA = Group("LoRA", "low-rank adapters in the place of all weights", (), page="lora.md")
+LORA = Group("LoRA", "low-rank adapters instead of all weights", (), page="lora.md")

@@ -4,13 +4,13 @@ from openrlhf_gtpo.training.settings.setting import Group, Setting
 
 ROUTING = Group(
     "routing replay",
-    "tokens of a mixture of experts go where the sampler sent them",
+    "tokens of a mixture of experts go to the experts that vLLM chose",
     (
         Setting(
             "rollout.routing_replay",
             "auto",
-            "have the Megatron actor send each token to the experts that vLLM sent it to, in the old-policy forward "
-            "and in training; auto: for a mixture of experts, where that is possible",
+            "on Megatron, send each token to the experts that vLLM chose, in the old-policy forward and in training; "
+            "auto: do so for mixture-of-experts models where possible",
             choices=("auto", "on", "off"),
         ),
     ),

@@ -25,29 +25,28 @@ SAMPLER = Group(
         Setting(
             "rollout.entropy",
             "actor",
-            "take entropies from the actor's old-policy forward, or from vLLM's sampler, which saves that forward if "
-            "nothing else needs it; auto: the sampler's if that saves the forward",
+            "source of entropies: the actor's old-policy forward, or vLLM's sampler, which saves that forward unless "
+            "something else needs it; auto: the sampler, if that saves the forward",
             choices=("actor", "sampler", "auto"),
         ),
         Setting(
             "rollout.log_probs",
             "actor",
-            "what bounds several optimizer steps of a rollout with --rollout.entropy sampler: the old log-probs of "
-            "the actor's forward, or the sampler's, through --algo.advantage.is_correction_level, without that "
-            "forward",
+            "old log-probs for several optimizer steps per rollout with --rollout.entropy sampler: from the actor's "
+            "forward, or from the sampler through --algo.advantage.is_correction_level, without that forward",
             choices=("actor", "sampler"),
         ),
         Setting(
             "rollout.entropy_audit_steps",
             20,
-            "compare the sampler's entropies with the actor's in the first batch and then every N-th; 0 never",
+            "compare the sampler's entropies with the actor's in the first batch, then in every N-th; 0 never does",
             bounds=Bounds(at_least=0),
             needs=_AUDITED,
         ),
         Setting(
             "rollout.entropy_audit_gate",
             0.1,
-            "take the actor's entropies while the sampler's are off by more nats than this on average; inf never",
+            "use the actor's entropies while the sampler's mean error exceeds this many nats; inf never does",
             bounds=Bounds(at_least=0, or_infinite=True),
             needs=(*_AUDITED, needs_flag("rollout.entropy_audit_steps")),
         ),
