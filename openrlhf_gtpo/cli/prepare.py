@@ -51,8 +51,8 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--task-config",
         metavar="JSON",
-        help="fields of the task's config, such as '{\"max_digits\": 2}' (default: small settings for products, gcd and "
-        "chain_sum, otherwise reasoning-gym's own, as with '{}')",
+        help="fields of the task's config, such as '{\"max_digits\": 2}' (default: small settings for products, gcd "
+        "and chain_sum, otherwise reasoning-gym's own, as with '{}')",
     )
     add("--instruction", metavar="TEXT", help="appended to each question")
     add("--system", metavar="TEXT", help="system message (default: the chat template's own)")
