@@ -568,8 +568,8 @@ def test_too_many_in_a_row_and_a_weight_that_is_not_finite_stop_training(
     with pytest.raises(AssertionError) as stopped:
         pools[2].run(run_poisoned, backend, actor_model, argv, [None, "log_probs", None, "log_probs", "log_probs"])
     sentence = (
-        "TrainingStopped: The actor's optimizer step after its 2 good ones was skipped: the gradient, policy_loss was "
-        "not finite, the last of 2 in a row (--train.max_bad_steps). No weight has changed;"
+        "TrainingStopped: Skipped the actor's optimizer step after 2 good ones: the gradient, policy_loss was not "
+        "finite, the last of 2 in a row (--train.max_bad_steps). No weight has changed."
     )
     assert str(stopped.value).count(sentence) == 2
     with pytest.raises(AssertionError, match="TrainingStopped: The actor's weight .* is not finite"):

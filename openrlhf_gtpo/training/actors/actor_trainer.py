@@ -1,5 +1,5 @@
-"""Code shared by the actor trainers on DeepSpeed and on Megatron: the loss, the transfer of weights to the engines,
-and writing that a full disk only delays."""
+"""What the actor trainers on DeepSpeed and on Megatron share: the loss, sending weights to the engines, and writing
+results, with retries while the disk is full."""
 
 import time
 from abc import abstractmethod
@@ -34,7 +34,7 @@ from openrlhf_gtpo.weight_sync.buckets import Weights
 from openrlhf_gtpo.weight_sync.receipts import WeightSyncError
 from openrlhf_gtpo.weight_sync.sender import ColocatedSender, Engine, WeightSender, gather, ray_engine
 
-# Seconds that engines have to start: the trainer's other ranks wait an hour for the first (`setup_distributed`).
+# Seconds that engines may take to start: the trainer's other ranks wait an hour for the first (`setup_distributed`).
 _START_LIMIT = 45 * 60.0
 _AGAIN = 1.0
 _LOG_LINES = 5
@@ -48,7 +48,7 @@ def wait_for_engines(
     limit: float = _START_LIMIT,
     report_every: float = 60.0,
 ) -> None:
-    """Wait until every engine has loaded and compiled its model, reporting from time to time which have not.
+    """Wait until every engine has loaded and compiled its model, and print from time to time which ones have not.
 
     The weight-transfer group that they join next gives up after 300 s (vllm 0.29.0, distributed/utils.py,
     ``StatelessProcessGroup.create``), and a first download or compilation may take longer.
@@ -63,6 +63,7 @@ def wait_for_engines(
     began = time.monotonic()
     starting = {engine.__ray_ready__.remote().future(): number for number, engine in enumerate(engines)}
     while starting:
+        # Take out the engines that are ready, ask restarted ones again, and stop at the first that died.
         ready, _ = wait(starting, timeout=report_every, return_when=FIRST_COMPLETED)
         waited = time.monotonic() - began
         for future in ready:
@@ -73,9 +74,10 @@ def wait_for_engines(
                 starting[engines[number].__ray_ready__.remote().future()] = number
             elif failure is not None:
                 raise Restartable(
-                    f"{kind} {number} of {len(engines)} (counted from 0) died {waited:.0f} s after the trainer "
-                    f"began to wait for it: {last_error(failure, 400)}{_last_words(engines[number])}"
+                    f"{kind} {number} of {len(engines)} (counted from 0) died after the trainer had waited "
+                    f"{waited:.0f} s for it: {last_error(failure, 400)}{_last_words(engines[number])}"
                 )
+        # Name the others, and stop if they are too late.
         absent = ", ".join(map(str, sorted(starting.values())))
         if starting and waited >= limit:
             raise Restartable(
@@ -87,7 +89,7 @@ def wait_for_engines(
 
 
 def _last_words(engine: Any) -> str:
-    """The end of the engine's log, to end a sentence; a hint where to look if Ray's dashboard does not have it."""
+    """The end of a sentence with the engine's last lines; if Ray's dashboard has none, it says where to look."""
     try:
         text = "".join(ray.util.state.get_log(actor_id=engine._actor_id.hex(), tail=_LOG_LINES, timeout=30))
     except Exception:  # no dashboard, or one that wants a token, or its agent died with the node
@@ -115,8 +117,8 @@ class ActorTrainer(ActorPPOTrainer):
         kl_coef: float,
         router_loss: Tensor | None = None,
     ) -> LossOutputs:
-        """The loss of a micro-batch from the (B, T) values of a forward pass; what it reads of ``batch`` is copied to
-        their device. Arguments: see ``LossInputs``."""
+        """Compute the loss of a micro-batch from the (B, T) values of a forward pass. Copies what it reads of
+        ``batch`` to their device. Arguments: see ``LossInputs``."""
 
         def on_device(values: Tensor | None) -> Any:
             return None if values is None else values.to(log_probs.device, non_blocking=True)
@@ -167,7 +169,7 @@ class ActorTrainer(ActorPPOTrainer):
     _rejoined = False  # whether engines were rejoined since the last transfer
 
     def rejoin_engines(self) -> None:
-        """Join the engines again after some were restarted; the next transfer is verified by checksums.
+        """Join the engines again after some were restarted. Checksums verify the next transfer.
 
         Raises:
             Restartable: one of them died in the meantime.
@@ -178,10 +180,10 @@ class ActorTrainer(ActorPPOTrainer):
             self._init_vllm_sync_group("")  # Ray's transfer reads the backend, and no engine restarts with it
 
     def broadcast_to_vllm(self, version: int = 0) -> None:
-        """Send every parameter that upstream would, in buckets, or with Ray's transfer as upstream does.
+        """Send the parameters that upstream would send, in buckets, or with upstream's own transfer through Ray.
 
         Args:
-            version: of the weights, which tokens with the sampler's values carry; Ray's transfer leaves it out.
+            version: number of these weights, which tokens with the sampler's values carry; Ray's transfer drops it.
 
         Raises:
             Restartable: an engine did not get what was sent.
@@ -218,10 +220,10 @@ class ActorTrainer(ActorPPOTrainer):
 
 
 def keep_trying(write: Callable[[str], Any], directory: str) -> None:
-    """Call ``write(directory)`` until it succeeds, so that a full disk, or a server that is away, does not cost what
-    was trained.
+    """Call ``write(directory)`` until it succeeds, so that a full disk or an absent file server does not lose the
+    trained model.
 
-    Ranks that write together fail together, and retry the same number of times.
+    Ranks that write together fail together and retry the same number of times.
 
     Raises:
         TrainingStopped: it still fails after half an hour.
@@ -234,8 +236,8 @@ def keep_trying(write: Callable[[str], Any], directory: str) -> None:
             room = " Make room for it." if is_full(error) else ""
             failure = f"{directory} could not be written: {str(error).rstrip('.')}.{room}"
         if left:
-            print(f"Warning: {failure} It is tried again every {_WAIT} s, {left} more times.", flush=True)
+            print(f"Warning: {failure} Retrying every {_WAIT} s, {left} more times.", flush=True)
             time.sleep(_WAIT)
     raise TrainingStopped(
-        f"{failure} The same command with --ckpt.load_enable goes on from the last checkpoint of --ckpt.path."
+        f"{failure} Rerun with --ckpt.load_enable to resume from the last checkpoint in --ckpt.path."
     )

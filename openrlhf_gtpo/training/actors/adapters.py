@@ -1,4 +1,4 @@
-"""Low-rank adapters in a policy on DeepSpeed: PEFT's model in the trainer, Hugging Face's names outside of it.
+"""Low-rank adapters in a policy on DeepSpeed: a PEFT model inside the trainer, Hugging Face's names outside.
 
 OpenRLHF 0.11.2 sends PEFT's names to vLLM, which knows none of them
 (https://github.com/OpenRLHF/OpenRLHF/issues/1349). Here a tensor that leaves the trainer is the base with its adapter
@@ -30,12 +30,12 @@ from openrlhf_gtpo.platform.files import model_folder
 _ADAPTER = "default"  # PEFT's name of the one that it is given
 _PEFT, _BASE = "base_model.model.", ".base_layer."  # what PEFT adds to names
 
-# Whole tensors of what is sharded, for as long as the context lasts.
+# Makes sharded parameters whole while the context lasts.
 Gather = Callable[[list[Parameter]], AbstractContextManager]
 
 
 class Adapter(NamedTuple):
-    """A (r, in) and B (out, r) of one matrix, as the optimizer has them."""
+    """The trained factors of one matrix: A (r, in) and B (out, r)."""
 
     a: Parameter
     b: Parameter
@@ -46,9 +46,9 @@ class Part(NamedTuple):
     """A tensor of the policy as engines and exports know it.
 
     Fields:
-        name: Hugging Face's.
-        weight: what the base has.
-        adapter: what is added to it, if anything.
+        name: Hugging Face's name.
+        weight: the base's weight.
+        adapter: the adapter on top of it, if any.
     """
 
     name: str
@@ -57,11 +57,11 @@ class Part(NamedTuple):
 
     @property
     def parameters(self) -> list[Parameter]:
-        """What must be gathered to read it."""
+        """Parameters to gather before :meth:`value`."""
         return [self.weight, *self.adapter[:2]] if self.adapter else [self.weight]
 
     def value(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor, in ``dtype`` if it has an adapter and one is given; its parameters are gathered."""
+        """The tensor with its adapter merged, then in ``dtype`` if given. Its parameters must be gathered."""
         if self.adapter is None:
             return self.weight.data
         a, b, scale = self.adapter
@@ -69,7 +69,7 @@ class Part(NamedTuple):
 
 
 def parts(model: Module) -> list[Part]:
-    """All tensors of a policy, which may have adapters, in the model's order; a tied head is not repeated."""
+    """List all tensors of a policy, with or without adapters, in the model's order; a tied head appears once."""
     if not isinstance(model, PeftModel):
         return [Part(name, parameter, None) for name, parameter in model.named_parameters()]
     adapted = {f"{_hf_name(name)}.weight": layer for name, layer in _layers(model)}
@@ -100,14 +100,14 @@ def _is_adapter(name: str) -> bool:
 
 
 def adapt(model: Any, config: LoraConfig) -> PeftModel:
-    """Like PEFT's ``get_peft_model``, with adapters beside linear layers alone, and beside no frozen one.
+    """Like PEFT's ``get_peft_model``, but adapt only linear layers that are not frozen.
 
     PEFT 0.21.2 also adapts a mixture's fused experts, which have no ``.weight`` to merge into, and Conv1D, whose
-    weight is transposed. It takes a mixture's gate_proj, up_proj and down_proj for its experts' (``convert_peft_…``),
-    even by full names of other layers, so that it must not convert these.
+    weight is transposed. It also takes gate_proj, up_proj and down_proj of a mixture for its experts
+    (``convert_peft_…``), even in the full names of other layers. So its conversion is switched off here.
 
     Raises:
-        UsageError: a target is no such layer, or there is none.
+        UsageError: a target names no such layer, or the model has none.
     """
     targets = {config.target_modules} if isinstance(config.target_modules, str) else {*config.target_modules}
     options, every = (LoraOptions(config.r, config.lora_alpha, names) for names in (tuple(targets), ALL_LINEAR))
@@ -136,11 +136,11 @@ def adapt(model: Any, config: LoraConfig) -> PeftModel:
 
 
 def start(model: Module, param_dtype: str, seed: int) -> None:
-    """Give new adapters the model's dtype, which PEFT's depends on the ZeRO stage, and the A that each backend starts
-    with. Before DeepSpeed takes the model, all of whose trained tensors :func:`parts` has to merge."""
+    """Give new adapters the model's dtype (PEFT's depends on the ZeRO stage) and the initial A of both backends. Call
+    it before DeepSpeed takes the model. :func:`parts` must be able to merge every tensor that is trained."""
     merged = {id(parameter) for part in parts(model) if part.adapter for parameter in part.adapter[:2]}
     for name, parameter in model.named_parameters():
-        assert not parameter.requires_grad or id(parameter) in merged, f"{name} would be trained for nobody"
+        assert not parameter.requires_grad or id(parameter) in merged, f"{name} would be trained but never merged"
     for name, layer in _layers(model):
         for parameter in _adapter(layer)[:2]:
             parameter.data = parameter.data.to(convert_to_torch_dtype(param_dtype))
@@ -149,7 +149,7 @@ def start(model: Module, param_dtype: str, seed: int) -> None:
 
 
 def trained_names(model: Module) -> set[str]:
-    """The keys of a state dict that hold what is trained."""
+    """Keys of the trained parameters in a state dict."""
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
@@ -170,8 +170,8 @@ def check_same(path: Path, own: dict[str, Any] | None) -> None:
 
 
 def save(model: Any, gather: Gather, folder: Path, options: LoraOptions, source: str, is_first: bool) -> None:
-    """Write the weights of the policy with its adapters merged into ``folder``, as its engines have it, and the
-    adapters beside them in ``adapter/``. Collective; the rank that ``is_first`` writes.
+    """Write the policy with merged adapters to ``folder``, and the adapters alone to its ``adapter/``. Collective; the
+    rank that ``is_first`` writes.
 
     Raises:
         OSError: it cannot be written.

@@ -1,5 +1,5 @@
-"""Upstream's group of Ray actors: where its ranks run, how rows to train on are dealt to them, and how batches run
-whose entries are not a multiple of the replicas."""
+"""Groups of Ray actors: where ranks run, how training rows are dealt to them, and how a batch runs whose entries are
+not a multiple of the replicas."""
 
 import os
 from collections import Counter
@@ -22,7 +22,7 @@ from openrlhf_gtpo.report.metrics import show_phase
 from openrlhf_gtpo.training.actors.micro_batches import prompts_of
 from openrlhf_gtpo.training.actors.optimizer_steps import deal_rows
 
-# Forward passes over micro-batches: of a model, and of the policy without its adapters.
+# Methods that run a forward pass over micro-batches: of a model, and of the policy without its adapters.
 FORWARDS = ("forward", "forward_reference")
 
 
@@ -30,10 +30,10 @@ class ActorGroup(RayActorGroup):
     """Upstream's group (openrlhf 0.11.2, trainer/ray/launcher.py), with four differences.
 
     - Upstream gives rank i bundle i. Ray packs equal bundles with std::sort, which leaves more than 16 in no order
-      (https://github.com/ray-project/ray/issues/51117), so that tensor-parallel groups cross nodes. Here ranks go from
-      node to node, as the GPUs of upstream's engines do.
-    - Upstream deals rows by count; here they are dealt by tokens (:func:`deal_rows`).
-    - Upstream gives all ranks the same; here one can get what only it needs.
+      (https://github.com/ray-project/ray/issues/51117), so that tensor-parallel groups cross nodes. Here ranks fill
+      one node after another, as the GPUs of upstream's engines do.
+    - Upstream deals rows by count, this group by tokens (:func:`deal_rows`).
+    - Upstream sends all ranks the same arguments; here one rank can get more.
     - Upstream ends the run if the end of the data leaves a replica without an entry ("Insufficient batch size").
 
     Each difference can go once upstream does the same.
@@ -42,7 +42,7 @@ class ActorGroup(RayActorGroup):
         tensor_parallel_size: number of consecutive ranks that share every matrix; other arguments are upstream's.
 
     Raises:
-        UsageError: ranks that share matrices would be on several nodes.
+        UsageError: a tensor-parallel group would cross nodes.
     """
 
     def __init__(self, *args: Any, tensor_parallel_size: int = 1, **kwargs: Any) -> None:
@@ -75,28 +75,29 @@ class ActorGroup(RayActorGroup):
             self._actor_handlers += [start(rank, *meeting) for rank in range(1, world_size)]
 
     def async_init_model_from_pretrained(self, strategy: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        """Like upstream's; those who watch are told."""
+        """Like upstream's, and note the phase for ``report watch``."""
         show_phase(strategy.arguments.logger.metrics_path, names.LOAD_MODELS)
         return super().async_init_model_from_pretrained(strategy, *args, **kwargs)
 
     def async_run_method(
         self, method_name: str, *args: Any, for_first: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> list[Any]:
-        """Like upstream's; arguments ``for_first`` go to the first rank alone: 32 copies of a rollout are some GB."""
+        """Like upstream's, but only the first rank gets the arguments ``for_first``: 32 copies of a rollout take
+        GB."""
         first, *others = self._actor_handlers
         refs = [getattr(first, method_name).remote(*args, **kwargs, **(for_first or {}))]
         return refs + [getattr(rank, method_name).remote(*args, **kwargs) for rank in others]
 
     def ask_first(self, method_name: str) -> Any:
-        """Ray's reference to the first rank's answer, whom alone it asks."""
+        """Call the method on the first rank alone; returns Ray's reference to the answer."""
         return getattr(self._actor_handlers[0], method_name).remote()
 
     def async_run_method_batch(self, method_name: str, **columns: Sequence[Any]) -> list[Any]:
-        """Like upstream's; the results are those of the entries alone.
+        """Like upstream's, for any number of entries; returns one result per entry and rank.
 
-        A replica with fewer entries than another also runs a forward on the last entry and discards the results:
-        under ZeRO-3 and expert parallelism the others cannot run theirs alone. Other methods are not called on a
-        replica without an entry. Rows to ``append`` are dealt by :func:`deal_rows`.
+        A replica with fewer entries than another repeats a forward on the last entry and discards the results: under
+        ZeRO-3 and expert parallelism the others cannot run theirs alone. A replica without an entry skips other
+        methods. :func:`deal_rows` deals the rows to ``append``.
         """
         if method_name == "append":
             columns = {"experience": self._deal(columns["experience"])}
@@ -105,11 +106,11 @@ class ActorGroup(RayActorGroup):
         replicas = len(self._actor_handlers) // ranks
         if method_name in FORWARDS and entries % replicas:
             refs = []
-            for replica, share in enumerate(np.array_split(np.arange(entries), replicas)):
-                places = [*share, *[entries - 1] * (-(-entries // replicas) - len(share))]
+            for replica, own in enumerate(np.array_split(np.arange(entries), replicas)):
+                places = [*own, *[entries - 1] * (-(-entries // replicas) - len(own))]
                 part = ray.put({name: [values[place] for place in places] for name, values in columns.items()})
                 actors = self._actor_handlers[replica * ranks : (replica + 1) * ranks]
-                arguments = (method_name, part, len(places), len(share))
+                arguments = (method_name, part, len(places), len(own))
                 refs += [actor.__ray_call__.remote(_forward, *arguments) for actor in actors]
             return refs
         if not 0 < entries < replicas:
@@ -121,7 +122,7 @@ class ActorGroup(RayActorGroup):
         ]
 
     def _deal(self, experiences: Sequence[Experience]) -> Sequence[Experience]:
-        """The same rows in the same number of entries for each replica, replica after replica."""
+        """Regroup the rows into the same number of entries for each replica, replica after replica."""
         replicas = len(self._actor_handlers) // self.duplicate_actors
         order = ray.get(self._actor_handlers[0].__ray_call__.remote(lambda actor: actor.trainer.row_order()))
         if order is None or sum(len(experience.sequences) for experience in experiences) < replicas:
@@ -135,7 +136,7 @@ class ActorGroup(RayActorGroup):
 
 
 class ReferenceOfActor:
-    """The actor without its adapters, in the place of a group with a reference model.
+    """The actor without its adapters, instead of a group with a reference model.
 
     Args:
         actor: its group.
@@ -151,22 +152,22 @@ class ReferenceOfActor:
         return []
 
     def async_run_method(self, method_name: str, **given: Any) -> list[Any]:
-        """As the actor's."""
+        """Call the method on the actor."""
         return self._actor.async_run_method(method_name, **given)
 
     def async_run_method_batch(self, method_name: str, **columns: Sequence[Any]) -> list[Any]:
-        """The actor's ``forward``, without adapters."""
+        """Run the actor's ``forward`` without adapters."""
         assert method_name == FORWARDS[0]
         return self._actor.async_run_method_batch(FORWARDS[1], **columns)
 
 
 class Groups:
-    """Makes a run's groups as upstream's ``train`` asks for them, of which the reference's may be the actor's.
+    """Makes a run's groups when upstream's ``train`` asks for them. The reference's group may be the actor's.
 
     Args:
-        policy: the type of actors of the policy.
-        reference: the type of actors that stands for the policy's without adapters; None for no such type.
-        tensor_parallel_size: of every group.
+        policy: actor type of the policy.
+        reference: actor type for which the policy without adapters is used; None to use it for none.
+        tensor_parallel_size: number of ranks that share every matrix, in every group.
     """
 
     def __init__(self, policy: Any, reference: Any, tensor_parallel_size: int) -> None:
@@ -185,20 +186,20 @@ class Groups:
 
 
 def _forward(actor: Any, method_name: str, columns: dict[str, list[Any]], entries: int, kept: int) -> list[Any]:
-    """Run a forward on the entries, in a rank's process; returns the results of the first ``kept``."""
+    """Run a forward on the entries in a rank's process; returns the first ``kept`` results."""
     return actor.execute_batch(method_name, columns, 0, entries)[:kept]
 
 
 def engine_bundles(pg: PlacementGroup, index: int, length: int) -> list[int]:
-    """Upstream's choice of ``length`` GPUs for vLLM engine ``index``; UsageError if they cross nodes."""
+    """Return upstream's choice of ``length`` GPUs for vLLM engine ``index``; UsageError if they cross nodes."""
     bundles = get_bundle_indices(pg, index, length)
     check_on_one_node(pg, bundles, length, f"vLLM engine {index} (counted from 0)")
     return bundles
 
 
 def check_on_one_node(pg: PlacementGroup, bundles: list[int], size: int, whose: str) -> None:
-    """Refuse ``bundles`` if ``size`` consecutive ones, a tensor-parallel group of ``whose``, cross nodes."""
-    if platform.chosen_platform() == "cpu":  # several nodes may be one host there, on purpose
+    """Raise UsageError if a tensor-parallel group of ``whose``, ``size`` consecutive ``bundles``, crosses nodes."""
+    if platform.chosen_platform() == "cpu":  # there, several nodes may be one host on purpose
         return
     node_of = ray.util.placement_group_table(pg)["bundles_to_node_id"]
     nodes = [node_of[bundle] for bundle in bundles]
@@ -206,9 +207,9 @@ def check_on_one_node(pg: PlacementGroup, bundles: list[int], size: int, whose: 
         names = {node["NodeID"]: node["NodeName"] for node in ray.nodes()}
         counts = ", ".join(f"{names[node]}: {count}" for node, count in Counter(nodes).items())
         raise UsageError(
-            f"Expected a multiple of {size} GPUs on each node, so that no tensor-parallel group crosses nodes; "
-            f"Ray placed the {len(nodes)} processes of {whose} as {counts}. Stop whatever holds GPUs there, or give a "
-            "smaller tensor-parallel size."
+            f"Expected a multiple of {size} GPUs on each node, so that no tensor-parallel group crosses nodes. "
+            f"Ray placed the {len(nodes)} processes of {whose} as {counts}. Free the GPUs that other programs hold "
+            "there, or give a smaller tensor-parallel size."
         )
 
 

@@ -1,4 +1,4 @@
-"""The Ray actors that hold the policy and the reference model on Megatron-core, with upstream's methods."""
+"""Ray actors with the policy and the reference model on Megatron-core; they have upstream's methods."""
 
 import math
 import os
@@ -43,7 +43,7 @@ _FLOORED = {"cosine_with_min_lr", "cosine_warmup_with_min_lr"}
 
 
 class MegatronModelActor(BaseModelActor):
-    """One rank of a model on Megatron: its groups, its part of the weights, and the forward over a whole dispatch."""
+    """One rank of a model on Megatron: its process groups, its part of the weights, and its forward pass."""
 
     model: LoadedModel
     trains = False
@@ -59,13 +59,12 @@ class MegatronModelActor(BaseModelActor):
             )
 
     def execute_batch(self, method_name: str, all_data: dict[str, list], start_idx: int, end_idx: int) -> list[Any]:
-        """Like upstream's; a forward takes its micro-batches from all entries dispatched, not one entry at a time, and
-        maps each entry's (b, t) tokens to (b, a) values on the CPU, on every rank of the replica. That of the
-        reference gives the log-probs without adapters."""
+        """Like upstream's, but a forward fills its micro-batches from all dispatched entries, not one at a time. It
+        maps each entry's (b, t) tokens to (b, a) values on the CPU, on every rank of the replica."""
         if method_name not in FORWARDS:
             return super().execute_batch(method_name, all_data, start_idx, end_idx)
         names_of_columns = ["sequences", "attention_mask", "action_mask"]
-        # The reference does without.
+        # The reference does not read routes.
         if self.trains and method_name == "forward" and "mm_train_inputs_list" in all_data:
             names_of_columns.append("mm_train_inputs_list")
         columns = [all_data[name][start_idx:end_idx] for name in names_of_columns]
@@ -84,7 +83,7 @@ class MegatronModelActor(BaseModelActor):
 
 
 class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
-    """The policy on Megatron, in the role of upstream's ``PolicyModelActor``."""
+    """The policy on Megatron. Drop-in replacement for upstream's ``PolicyModelActor``."""
 
     trains = True
     high_precision = False
@@ -93,7 +92,7 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
     def init_model_from_pretrained(
         self, strategy: Any, pretrain: str, max_steps: int | None = None, vllm_engines: list[Any] | None = None
     ) -> None:
-        """Load ``pretrain``, or the newest checkpoint if ``--ckpt.load_enable`` finds one, and join the engines."""
+        """Load ``pretrain``, or a checkpoint if ``--ckpt.load_enable`` finds one, and join the engines."""
         args = strategy.arguments
         self._load(strategy, pretrain)
         self.megatron = Trainer(self.model, _optimizer_options(args), _schedule(args, max_steps or 1))
@@ -133,7 +132,7 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
         return super()._forward_reference(batches)
 
     def set_high_precision(self, on: bool) -> None:
-        """Set whether forward passes from now on do without FP8."""
+        """Turn FP8 off (or on again) in the forward passes that follow."""
         self.high_precision = on
 
     def append(self, experience: Experience) -> None:
@@ -141,7 +140,7 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
         self.trainer.replay_buffer.append(experience)
 
     def fit(self, kl_ctl: float = 0) -> dict[str, float]:
-        """Train on the replay buffer and empty it; returns the metrics, the same on every rank."""
+        """Train on the replay buffer and empty it; every rank returns the same metrics."""
         with self.peaks.phase(names.PPO_TRAIN):
             self.offload.restore()
             status = self.trainer.ppo_train(kl_ctl)
@@ -164,7 +163,7 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
         self.offload.optimizer()
 
     def get_checkpoint_states(self) -> dict[str, Any]:
-        """The controller's state from the checkpoint that was loaded; empty if none was."""
+        """Return the controller's state from the loaded checkpoint; empty without one."""
         return self.checkpoint_states
 
     def save_checkpoint(
@@ -173,7 +172,7 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
         """Save the training state under ``tag``, and a Hugging Face checkpoint if ``--ckpt.save_hf`` asks for it.
 
         Raises:
-            CheckpointWriteError: it could not be written; training can go on.
+            CheckpointWriteError: it could not be written; training can continue.
         """
         args = self.strategy.arguments
         self.offload.restore(gradients=False)  # the engines' weights are awake at the same time
@@ -189,11 +188,11 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
             self._rest()
 
     def finish_checkpoint(self, wait: bool = True) -> None:
-        """Publish the last checkpoint, which an asynchronous save writes while training goes on: wait until it is
-        complete, or without ``wait``, publish it only if it already is.
+        """Publish the last checkpoint, which an asynchronous save writes during training. Wait until it is complete;
+        without ``wait``, publish it only if it already is.
 
         Raises:
-            CheckpointWriteError: it could not be written; training can go on.
+            CheckpointWriteError: it could not be written; training can continue.
         """
         self.checkpoints.finish(wait)
 
@@ -204,7 +203,7 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
         try:
             self.checkpoints.finish()
         except CheckpointWriteError as error:
-            self.strategy.print(f"Warning: {error} The trained model is being written now.")
+            self.strategy.print(f"Warning: {error} Writing the trained model now.")
         keep_trying(self._save_hf, self.strategy.arguments.ckpt.output_dir)
 
     def _save_hf(self, directory: str) -> None:
@@ -219,7 +218,7 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
 
 
 class MegatronReference(MegatronModelActor):
-    """The frozen model on Megatron that KL is measured from, in the role of upstream's ``ReferenceModelActor``."""
+    """The frozen reference model for the KL, on Megatron. Drop-in for upstream's ``ReferenceModelActor``."""
 
     def init_model_from_pretrained(self, strategy: Any, pretrain: str) -> None:
         """Load ``pretrain``."""

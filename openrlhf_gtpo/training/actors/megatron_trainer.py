@@ -1,4 +1,4 @@
-"""OpenRLHF's actor trainer on Megatron: its replay buffer, losses and flags around Megatron's train step."""
+"""The actor trainer on Megatron: OpenRLHF's replay buffer, losses and flags around Megatron's train step."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -31,10 +31,10 @@ from openrlhf_gtpo.training.actors.optimizer_steps import (
 
 
 class MegatronActorTrainer(ActorTrainer):
-    """Holds the replay buffer of this replica and trains ``model`` on it.
+    """The trainer of one replica, with its replay buffer.
 
     Upstream's flags keep their meaning: ``--train.batch_size`` rows per optimizer step over all replicas,
-    ``--train.max_epochs`` passes, its policy loss, KL loss and entropy bonus. Micro-batches are filled up to
+    ``--train.max_epochs`` passes, its policy loss, KL loss and entropy bonus. A micro-batch holds up to
     ``--train.max_tokens_per_gpu`` tokens for each of the GPUs that share a sequence.
     """
 
@@ -53,7 +53,7 @@ class MegatronActorTrainer(ActorTrainer):
         self._bad_steps = BadSteps("actor", self.args)
 
     def ppo_train(self, kl_ctl: float) -> dict[str, float]:
-        """Train on everything in the replay buffer; returns upstream's metrics, averaged over the replicas."""
+        """Train on the whole replay buffer; returns upstream's metrics, averaged over the replicas."""
         metrics = StepMetrics(self.args)
         items = self.replay_buffer.items
         shuffle = np.random.default_rng(self.row_order().seed)
@@ -79,7 +79,7 @@ class MegatronActorTrainer(ActorTrainer):
         return status
 
     def row_order(self) -> RowOrder:
-        """The order of rows in the next training phase: the same on every rank of a replica, and after a resume."""
+        """Return the next training phase's order of rows: the same on all ranks of a replica, and after a resume."""
         train = self.args.train
         return RowOrder(train.batch_size, [train.seed, self.megatron.steps], train.shares_prompts)
 
@@ -91,7 +91,7 @@ class MegatronActorTrainer(ActorTrainer):
         return FullWeights(self.model, self.args.vllm.sync_bucket_mb * 2**20)
 
     def _send(self, version: int) -> None:
-        # Other replicas have the same weights, and serve only the engines on their own GPUs.
+        # The other replicas have the same weights, so they send only to engines on their own GPUs.
         if self._colocated or is_first_replica():
             super()._send(version)
 
@@ -121,7 +121,7 @@ class _StepLoss:
         self.totals = count_actions([row.action_mask for row in rows], trainer._data_group(), device())
 
     def loss(self, index: int, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """This micro-batch's part of the step's loss, and its metrics, from (N,) values of its actions."""
+        """Compute one micro-batch's part of the step's loss, and its metrics, from the (N,) values of its actions."""
         # Rows are copied from the host without waiting for what the device computes.
         mask = self.experiences[index].action_mask.bool().to(log_probs.device, non_blocking=True)
         rows = replace(self.experiences[index], action_mask=mask)

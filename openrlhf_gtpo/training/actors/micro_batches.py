@@ -1,4 +1,4 @@
-"""Turns OpenRLHF's padded batches into rows of tokens, fills micro-batches by token count, and places the results."""
+"""Micro-batches filled by token count: from OpenRLHF's padded batches to rows of tokens, and results back again."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,29 +12,30 @@ from openrlhf_gtpo.shared_prompts.balance import Prompt, computed_tokens
 from openrlhf_gtpo.token_values import MicroBatch, TokenRow, TokenValues, place
 from openrlhf_gtpo.training.rows import ROUTES
 
-# (sequences (b, T), attention mask (b, T), action mask (b, A) of the last A columns), padded on either side; perhaps
-# also what else the model takes of each row, as upstream's ``mm_train_inputs``.
+# (sequences (b, T), attention mask (b, T), action mask (b, A) of the last A columns), padded on either side; a fourth
+# entry, if there is one, has further inputs of each row, as upstream's ``mm_train_inputs``.
 PaddedBatch = tuple[Any, ...]
 
 
 def prompts_of(rows: Iterable[Experience]) -> list[Prompt]:
-    """Of experiences of one row each."""
+    """Return the prompts of experiences of one row each."""
     return [Prompt.of(*token_row(row.sequences, row.attention_mask, row.action_mask)) for row in rows]
 
 
 def fill_micro_batches(
     lengths: Sequence[int], max_tokens: int, prompts: Sequence[Prompt] | None = None
 ) -> list[list[int]]:
-    """Micro-batches of at most ``max_tokens`` tokens and of similar size, as indices into ``lengths``, each once.
+    """Split rows into micro-batches of similar size with at most ``max_tokens`` tokens; returns indices into
+    ``lengths``.
 
-    There are about as few as first-fit needs. A row longer than ``max_tokens`` gets a micro-batch to itself. The same
-    lengths (each at least 1) give the same micro-batches in every process.
+    It makes about as few as first-fit does. A row longer than ``max_tokens`` gets a micro-batch to itself.
+    The same lengths (each at least 1) give the same micro-batches in every process.
 
     Args:
-        prompts: each row's, if it is computed once for all rows of a micro-batch. Rows that share one stay together;
-            where they do not fit, each part of them has the prompt.
+        prompts: each row's prompt, if a micro-batch computes it once for all rows that share it. Such rows stay
+            together; where they do not fit, each part of them computes the prompt.
     """
-    # Rows that stay together, and their tokens.
+    # Rows of one prompt stay together: a group that is too large is cut into pieces, each of which has the prompt.
     together: list[list[int]] = [[row] for row in range(len(lengths))]
     if prompts is not None:
         together = []
@@ -52,7 +53,7 @@ def fill_micro_batches(
                 together[-1].append(row)
                 tokens += own
     sizes = [computed_tokens(lengths, prompts, rows) for rows in together]
-    # Those that fill a micro-batch, and partitions of the others.
+    # Pieces beyond the limit get a micro-batch each; the others are balanced over as few as first-fit needs.
     full = [rows for rows, size in zip(together, sizes) if size > max_tokens]
     together = [rows for rows, size in zip(together, sizes) if size <= max_tokens]
     sizes = [size for size in sizes if size <= max_tokens]
@@ -70,13 +71,13 @@ def fill_micro_batches(
 def token_row(
     sequence: Tensor, attention_mask: Tensor, action_mask: Tensor, inputs: Mapping[str, Tensor] | None = None
 ) -> TokenRow:
-    """A padded row (T,), (T,), (A,) without its padding, and with the routes that its ``inputs`` may have."""
+    """Strip the padding from a row (T,), (T,), (A,), and add the routes from its ``inputs``, if there are any."""
     actions = torch.nn.functional.pad(action_mask.bool(), (len(sequence) - len(action_mask), 0))
     valid = attention_mask.bool()
     assert not (actions & ~valid).any(), "an action lies in the padding"
     if inputs is None or ROUTES not in inputs:
         return sequence[valid], actions[valid]
-    assert len(inputs[ROUTES]) == int(valid.sum()), "each token has a route, or goes where the router sends it"
+    assert len(inputs[ROUTES]) == int(valid.sum()), "routes must cover all tokens of their row"
     return sequence[valid], actions[valid], inputs[ROUTES]
 
 
@@ -86,12 +87,13 @@ def forward_padded(
     forward: Callable[[list[MicroBatch]], list[TokenValues]],
     shares_prompts: bool = False,
 ) -> list[TokenValues]:
-    """Values (b, A) of every batch, computed in micro-batches of at most ``max_tokens`` tokens drawn from all batches.
+    """Compute the values (b, A) of every batch, in micro-batches of at most ``max_tokens`` tokens from all batches.
 
     Args:
         forward: maps micro-batches to the values of their actions, (N,) each, row after row.
         shares_prompts: whether it computes each prompt of a micro-batch once.
     """
+    # Into rows, micro-batches and their values; then each row's values go back to its batch.
     rows = [token_row(*row) for batch in batches for row in zip(*batch, strict=True)]
     prompts = [Prompt.of(*row[:2]) for row in rows] if shares_prompts else None
     members = fill_micro_batches([len(row[0]) for row in rows], max_tokens, prompts)

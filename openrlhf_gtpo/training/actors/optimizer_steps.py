@@ -1,9 +1,8 @@
-"""From a replay buffer to whole optimizer steps: which rows go to which replica and micro-batch, and which micro-batch
-is the last; metrics that do not depend on how rows were split; and numbers that must not get into the weights.
+"""Optimizer steps from a replay buffer: which rows go to which replica and micro-batch, and which micro-batch ends a
+step. Also metrics that do not depend on that split, and a stop before non-finite numbers reach the weights.
 
-A rollout may be short (end of the data, dynamic filtering) and its rows dealt unevenly. Every replica still makes the
-same number of optimizer steps, and on DeepSpeed of backward passes: a replica without a row keeps in step with the
-others.
+A rollout may be short (end of the data, dynamic filtering) and its rows dealt unevenly. Still every replica makes the
+same number of optimizer steps and, on DeepSpeed, of backward passes; a replica without a row runs an empty one.
 """
 
 import math
@@ -38,13 +37,13 @@ def optimizer_steps(
     device: torch.device,
     shuffle: np.random.Generator | None,
 ) -> Iterator[np.ndarray]:
-    """This replica's rows in each optimizer step of a training phase: all of them, ``--train.max_epochs`` times.
+    """Yield this replica's rows in each optimizer step of a training phase: every row ``--train.max_epochs`` times.
 
     Args:
         num_rows: number of rows that this replica holds.
         group: the replicas' group; the call is collective over it.
-        shuffle: draws the rows of each step, and in each further epoch only the order of the steps, which thus remain
-            as balanced as they were dealt; the same on every replica. None keeps rows and steps in their own order.
+        shuffle: draws the rows of each step; in later epochs only the order of the steps, so that these stay as
+            balanced as they were dealt. The same on every replica. None keeps rows and steps in order.
     """
     total = torch.tensor(num_rows, device=device)
     all_reduce(total, group=group)
@@ -59,8 +58,8 @@ def optimizer_steps(
 
 
 class RowOrder(NamedTuple):
-    """How replicas go through their rows: in optimizer steps of ``batch_size`` rows over all replicas, shuffled by a
-    generator seeded with ``seed``; ``shares_prompts`` if rows of a micro-batch have their prompt computed once."""
+    """The order in which replicas train on their rows: optimizer steps of ``batch_size`` rows over all replicas,
+    shuffled by a generator with ``seed``; ``shares_prompts`` if a micro-batch computes a shared prompt once."""
 
     batch_size: int
     seed: list[int]
@@ -70,17 +69,17 @@ class RowOrder(NamedTuple):
 def deal_rows(
     lengths: Sequence[int], replicas: int, order: RowOrder, prompts: Sequence[Prompt] | None = None
 ) -> list[np.ndarray]:
-    """The rows that each replica gets, in the order of its replay buffer, with about the same number of tokens on each
-    replica in every optimizer step.
+    """Deal rows so that in every optimizer step each replica has about as many tokens; returns each replica's rows in
+    the order of its replay buffer.
 
-    Each step has the same rows over all replicas, and each replica the same number of them, as with equal chunks of
-    consecutive rows. Within a step, the longest row left goes to the replica with the fewest tokens; or the rows left
-    that share a prompt and have most tokens, to that with the fewest that has room for all of them, if the replica
-    with most tokens then has fewer. Long responses to short prompts are dealt row by row.
+    A step has the rows, and a replica the number of rows, that it would have with equal chunks of consecutive rows.
+    Within a step, the longest row left goes to the replica with the fewest tokens. With ``prompts``, whole groups are
+    also dealt in this way, to a replica with room for the group, and the deal whose fullest replica has fewer tokens
+    is taken. So long responses to short prompts are dealt row by row.
 
     Args:
         lengths: number of tokens in each row, prompt and response.
-        prompts: each row's, if it is computed once for the rows of a replica that share it.
+        prompts: each row's prompt, if a replica computes it once for all rows that share it.
     """
     chunks = np.array_split(np.arange(len(lengths)), replicas)
     steps = count_steps(len(lengths), order.batch_size)
@@ -90,9 +89,8 @@ def deal_rows(
     def tokens_of(rows: list[int]) -> int:
         return computed_tokens(lengths, prompts, rows)
 
-    for places in zip(
-        *(np.array_split(permuted, steps) for permuted in shuffled), strict=True
-    ):  # one step's, by replica
+    # Of one step at a time: its places in each replica's buffer, and its rows.
+    for places in zip(*(np.array_split(permuted, steps) for permuted in shuffled), strict=True):
         rows = np.concatenate([chunk[place] for chunk, place in zip(chunks, places, strict=True)]).tolist()
         room = [len(place) for place in places]
         ways = [[[row] for row in rows]]
@@ -101,31 +99,30 @@ def deal_rows(
             for row in rows:
                 groups.setdefault(prompts[row], []).append(row)
             ways.insert(0, list(groups.values()))
-        shares = [_share_out(way, room, tokens_of) for way in ways]
-        best = min(shares, key=lambda share: max(map(tokens_of, share)))
+        deals = [_deal(way, room, tokens_of) for way in ways]
+        best = min(deals, key=lambda deal: max(map(tokens_of, deal)))
         for of_replica, place, mine in zip(dealt, places, best, strict=True):
             of_replica[place[::-1]] = mine
     return dealt
 
 
-def _share_out(groups: list[list[int]], room: list[int], tokens_of: Callable[[list[int]], int]) -> list[list[int]]:
-    """Each replica's rows, as many as it has room for: groups go whole to one where they fit, those with most tokens
-    first."""
-    shares: list[list[int]] = [[] for _ in room]
+def _deal(groups: list[list[int]], room: list[int], tokens_of: Callable[[list[int]], int]) -> list[list[int]]:
+    """Fill each replica's ``room`` with rows. Groups with most tokens come first, and stay whole where they fit."""
+    dealt: list[list[int]] = [[] for _ in room]
     tokens = [0] * len(room)
     for group in sorted(groups, key=lambda group: -tokens_of(group)):
         while group:
-            free = [most - len(share) for most, share in zip(room, shares, strict=True)]
+            free = [most - len(rows) for most, rows in zip(room, dealt, strict=True)]
             fits = [replica for replica, left in enumerate(free) if left >= len(group)]
             to = min(fits or [free.index(max(free))], key=lambda replica: tokens[replica])
             part, group = group[: free[to]], group[free[to] :]
-            shares[to] += part
+            dealt[to] += part
             tokens[to] += tokens_of(part)
-    return shares
+    return dealt
 
 
 def count_actions(masks: Iterable[Tensor], group: ProcessGroup, device: torch.device, dp_size: int = 1) -> StepTotals:
-    """An optimizer step's action tokens, and its rows that have any, over all replicas; each at least 1.
+    """Count an optimizer step's action tokens, and its rows with any, over all replicas; each at least 1.
 
     Args:
         masks: the action mask (A,) of each of this replica's rows.
@@ -140,15 +137,17 @@ def count_actions(masks: Iterable[Tensor], group: ProcessGroup, device: torch.de
 
 
 class StepMetrics:
-    """A training phase's metrics by OpenRLHF's names: sums over micro-batches, and in :meth:`averages` over replicas.
+    """A training phase's metrics under OpenRLHF's names, added over micro-batches and in :meth:`averages` over
+    replicas.
 
-    A loss is a part of its optimizer step's: parts are summed and averaged over steps. Any other scalar is a mean over
-    action tokens; anything else has one value per row. (OpenRLHF averages parts over tokens, as if each were a mean.)
-    Metrics that compare the policy with the old one or with its engines cover its own rows, and are 0 at a guide's.
+    A micro-batch's loss is a part of its step's loss: parts are summed, and steps averaged. (OpenRLHF averages the
+    parts over tokens, as if each were a mean.) Any other scalar is a mean over action tokens; other tensors have one
+    value per row. Metrics that compare the policy with the old policy or with its engines cover its own rows; a
+    guide's rows have 0.
 
     Args:
         args: the run's arguments, which decide what ``kl`` and ``is_filter_ratio`` are.
-        replicas: what parts are divided by: the number of replicas if their gradients are averaged, 1 if summed.
+        replicas: divisor of the parts: the number of replicas if their gradients are averaged, 1 if summed.
     """
 
     def __init__(self, args: Arguments, replicas: int = 1) -> None:
@@ -184,13 +183,13 @@ class StepMetrics:
                 self._sums[name, whose + "token"] += mean * tokens
 
     def add_tokens(self, computed: int, of_rows: int) -> None:
-        """Add the tokens of one micro-batch: those that were computed, and those of its rows."""
+        """Add one micro-batch's number of computed tokens, and its rows' number of tokens."""
         self._sums[names.TOKENS_COMPUTED, "phase"] += computed
         self._sums[names.TOKENS_ROWS, "phase"] += of_rows
 
     def averages(self, steps: int, reports: bool) -> dict[str, float]:
-        """Averages over ``steps`` optimizer steps and all ranks that set ``reports``, one per replica, and the number
-        of tokens of the phase. Collective."""
+        """Average over ``steps`` optimizer steps and all ranks that set ``reports``, one per replica; also return the
+        phase's numbers of tokens. Collective."""
         gathered = all_gather_objects((dict(self._sums), self._weights) if reports else None)
         sums: dict[tuple[str, str], float] = defaultdict(float)
         weights: dict[str, float] = defaultdict(float, step=float(steps))
@@ -203,7 +202,7 @@ class StepMetrics:
 
 
 def row_metrics(experience: Experience) -> dict[str, Tensor]:
-    """The values that OpenRLHF logs for each row: tensors and lists of ``info``, and the per-episode fields."""
+    """Return the values that OpenRLHF logs for each row: tensors and lists of ``info``, and the per-episode fields."""
     values: dict[str, Tensor] = {}
     for name, value in experience.info.items():
         if isinstance(value, list):
@@ -220,9 +219,12 @@ def row_metrics(experience: Experience) -> dict[str, Tensor]:
 
 
 class BadSteps:
-    """Counts a model's ("actor" or "critic") optimizer steps whose gradient was not finite, and stops training after
-    ``--train.max_bad_steps`` in a row. Such a step is skipped: weights, moments, learning rate schedule and step count
-    stay the same, on every rank. No limit with fp16, since DeepSpeed's loss scaling works by skipping steps."""
+    """The count of a model's ("actor" or "critic") optimizer steps with a non-finite gradient, which stops training
+    after ``--train.max_bad_steps`` in a row.
+
+    Every rank skips such a step: weights, moments, learning rate schedule and step count stay the same. fp16 has no
+    limit, because DeepSpeed's loss scaling works by skipping steps.
+    """
 
     def __init__(self, model: str, args: Arguments) -> None:
         self._model = model
@@ -230,31 +232,35 @@ class BadSteps:
         self._in_a_row = 0
 
     def add(self, norm: float, steps: int, metrics: StepMetrics) -> bool:
-        """Return True if the step after ``steps`` good ones was bad, by its gradient ``norm``; ``metrics`` says what
-        else was not finite. Collective over all ranks if it was. Raises TrainingStopped if it is one too many."""
+        """Return True if the gradient ``norm`` of the step after ``steps`` good ones is not finite. ``metrics`` names
+        what else was not. Collective in that case.
+
+        Raises:
+            TrainingStopped: it is one bad step too many.
+        """
         not_finite, metrics.not_finite = metrics.not_finite, set()
         if math.isfinite(norm):
             self._in_a_row = 0
             return False
         self._in_a_row += 1
         bad = ", ".join(["the gradient", *sorted(set().union(*all_gather_objects(not_finite)))])
-        sentence = f"The {self._model}'s optimizer step after its {steps} good ones was skipped: {bad} was not finite"
+        sentence = f"Skipped the {self._model}'s optimizer step after {steps} good ones: {bad} was not finite"
         if self._in_a_row >= self._limit:
             raise TrainingStopped(
-                f"{sentence}, the last of {self._in_a_row} in a row (--train.max_bad_steps). No weight has changed; "
-                f"with a smaller --{self._model}.adam.lr, --ckpt.load_enable may get further from the last checkpoint."
+                f"{sentence}, the last of {self._in_a_row} in a row (--train.max_bad_steps). No weight has changed. "
+                f"Try --ckpt.load_enable with a smaller --{self._model}.adam.lr to resume from the last checkpoint."
             )
         print(f"Warning: {sentence}.", flush=True)
         return True
 
     def check_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Raise TrainingStopped if one of this rank's ``weights``, each with its name, is not finite."""
+        """Raise TrainingStopped if one of this rank's named ``weights`` is not finite."""
         largest = {name: torch.linalg.vector_norm(weight, math.inf) for name, weight in weights if weight.numel()}
         finite = torch.stack(list(largest.values())).isfinite().tolist()
         if not all(finite):
             raise TrainingStopped(
                 f"The {self._model}'s weight {list(largest)[finite.index(False)]} is not finite after training. No "
-                "checkpoint has it; the same command with --ckpt.load_enable goes on from the last one."
+                "checkpoint has it; rerun with --ckpt.load_enable to resume from the last one."
             )
 
 
@@ -262,19 +268,19 @@ class MicroBatch(NamedTuple):
     """The rows of one forward and backward pass on DeepSpeed."""
 
     experience: Experience  # on the GPU
-    rows: int  # how many of its rows count: all, or none
-    row_share: float  # of the step's rows, times the number of replicas: what a mean over these rows is multiplied by
-    last: bool  # whether an optimizer step ends with it
+    rows: int  # number of its rows that count: all, or none
+    row_share: float  # its fraction of the step's rows, times the replicas: the factor of a mean over these rows
+    last: bool  # whether it ends an optimizer step
     totals: StepTotals
-    tokens: tuple[int, int]  # that are computed, and that its rows have
+    tokens: tuple[int, int]  # numbers of computed tokens, and of its rows' tokens
 
 
 class WholeSteps:
     """Mixin for OpenRLHF's trainers on DeepSpeed that tells the engine which backward pass ends an optimizer step.
 
-    Left to itself, DeepSpeed counts: with dynamic batches OpenRLHF tells it 1 micro-batch per step, and ZeRO 1 and 2
-    then keep only the last one's gradient; with fixed ones a short rollout shifts the count for the rest of the run.
-    Both were seen in OpenRLHF 0.11.2 with DeepSpeed 0.19.6; can go once OpenRLHF tells DeepSpeed not to count
+    Left alone, DeepSpeed counts. With dynamic batches OpenRLHF tells it 1 micro-batch per step, and ZeRO 1 and 2 then
+    keep only the last gradient. With fixed batches a short rollout shifts the count for the rest of the run. Both
+    were seen in OpenRLHF 0.11.2 with DeepSpeed 0.19.6; can go once OpenRLHF tells DeepSpeed not to count
     (``managed_gradient_accumulation``, https://github.com/deepspeedai/DeepSpeed/issues/8183).
     """
 
@@ -290,15 +296,15 @@ class WholeSteps:
 
     @property
     def _deepspeed_engine(self) -> Any:
-        """The one around the model that is trained."""
+        """The engine of the trained model."""
         return self.critic if self._trained == "critic" else self.actor.model  # type: ignore[attr-defined]
 
     def train(self, step: Callable[[MicroBatch], Mapping[str, Tensor]]) -> dict[str, float]:
-        """Train on the whole replay buffer; ``step`` runs a micro-batch's forward and backward pass, and after the
-        last of an optimizer step the step itself.
+        """Train on the whole replay buffer. ``step`` runs a micro-batch's forward and backward pass, and after the
+        last micro-batch of an optimizer step the step itself.
 
         Returns:
-            its metrics over all replicas (see ``StepMetrics``); for learning rate and gradient norm, the last value.
+            metrics over all replicas (see ``StepMetrics``); for learning rate and gradient norm, the last value.
         """
         engine, mesh = self._deepspeed_engine, self.strategy.ds_device_mesh
         metrics = StepMetrics(self.args, mesh["dp"].size())
@@ -310,7 +316,7 @@ class WholeSteps:
                 metrics.add(values, batch.experience)
                 metrics.add_tokens(*batch.tokens)
             if batch.last:
-                # If it overflows, DeepSpeed gives the norm of the step before.
+                # After an overflow DeepSpeed still returns the previous step's norm.
                 norm = math.nan if engine.optimizer.overflow else self.strategy.get_grad_norm(engine)
                 last = {"_lr": engine.lr_scheduler.get_last_lr()[0], "_grad_norm": norm}
                 steps += 1
@@ -321,8 +327,8 @@ class WholeSteps:
         return metrics.averages(steps, reports) | {self._trained + name: value for name, value in last.items()}
 
     def row_order(self) -> RowOrder | None:
-        """The order of rows in the next training phase: the same on every rank of a replica, and after a resume. None
-        for the rows' own order, in which dynamic batches without shared prompts are already sorted for balance."""
+        """Return the next training phase's order of rows: the same on all ranks of a replica, and after a resume. None
+        keeps the given order: dynamic batches without shared prompts are already sorted for balance."""
         engine, train = self._deepspeed_engine, self.args.train
         if train.dynamic_batch_enable and not train.shares_prompts:
             return None
@@ -330,17 +336,19 @@ class WholeSteps:
         return RowOrder(train.batch_size, seed, train.shares_prompts)
 
     def micro_batches(self) -> Iterator[MicroBatch]:
-        """The micro-batches of a training phase, one for each backward pass; the engine knows which is the last."""
+        """Yield a training phase's micro-batches, one for each backward pass, and tell the engine which ends a
+        step."""
         engine = self._deepspeed_engine
         assert (
             engine.gradient_accumulation_steps() == 1
-        ), "DeepSpeed divides losses that are divided already; see Strategy"
+        ), "DeepSpeed must not divide losses, which are divided already; see Strategy"
         args, items = self.args, self.replay_buffer.items
         group = self.strategy.ds_device_mesh["dp"].get_group()
         device = torch.device(torch.cuda.current_device())
         order = self.row_order()
         shuffle = None if order is None else np.random.default_rng(order.seed)
         for rows in optimizer_steps(len(items), args, group, device, shuffle):
+            # Every replica makes as many backward passes as the one with most, the last of them without rows.
             parts = self._split([items[row] for row in rows])
             totals = count_actions([items[row].action_mask for row in rows], group, device, group.size())
             num_rows = float(totals.global_batch_size)
@@ -360,22 +368,22 @@ class WholeSteps:
                 yield MicroBatch(batch.to_device(device), len(part), share, last, totals, tokens)
 
     def _split(self, items: list[Experience]) -> list[list[Experience]]:
-        """Split into micro-batches by number of tokens with dynamic batches, by number of rows otherwise. Where
-        prompts are shared, as many tokens are computed at once as in that number of rows, padded to the longest."""
+        """Split into micro-batches by tokens with dynamic batches, otherwise by rows. Where prompts are shared, rows
+        become tokens: as many as that number of rows has, padded to the longest."""
         args = self.args
-        dynamic, size, shares = args.train.dynamic_batch_enable, args.train.micro_batch_size, args.train.shares_prompts
-        if not dynamic and not shares:
+        dynamic, size, shared = args.train.dynamic_batch_enable, args.train.micro_batch_size, args.train.shares_prompts
+        if not dynamic and not shared:
             return [items[i : i + size] for i in range(0, len(items), size)]
         lengths = [int(item.total_length) for item in items]
         budget = args.train.max_tokens_per_gpu * args.ds.ring_attn_size * args.ds.tensor_parallel_size
         if not dynamic:
             budget = size * max(lengths, default=0)
-        prompts = prompts_of(items) if shares else None
+        prompts = prompts_of(items) if shared else None
         return [[items[i] for i in part] for part in fill_micro_batches(lengths, budget, prompts)]
 
 
 def _own_part(parameter: Any) -> Tensor:
-    """What this rank has of a parameter: with ZeRO 3 its partition, without the padding at the end, which DeepSpeed
+    """This rank's part of a parameter: with ZeRO 3 its partition, without the padding at the end, which DeepSpeed
     leaves uninitialized (0.19.6, runtime/zero/partition_parameters.py, _partition_param)."""
     if not hasattr(parameter, "ds_tensor"):
         return parameter.data

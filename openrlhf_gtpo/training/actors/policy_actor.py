@@ -1,4 +1,4 @@
-"""The Ray actors that hold a policy, and upstream's `gae` critic, on DeepSpeed, and their trainers."""
+"""Ray actors with a policy, and with the critic of upstream's `gae`, on DeepSpeed, and their trainers."""
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
@@ -33,15 +33,15 @@ _AVERAGES = "averages"  # in a checkpoint's client states; under ZeRO-3 every ra
 
 
 class DeepspeedActorTrainer(WholeSteps, ActorTrainer):
-    """Trains on DeepSpeed, a whole optimizer step at a time."""
+    """The actor trainer on DeepSpeed, which trains a whole optimizer step at a time."""
 
     def ppo_train(self, kl_ctl: float) -> dict[str, float]:
-        """Train on everything in the replay buffer; returns upstream's metrics."""
+        """Train on the whole replay buffer; returns upstream's metrics."""
         return self.train(partial(self.train_micro_batch, kl_coef=kl_ctl))
 
     def train_micro_batch(self, batch: MicroBatch, kl_coef: float) -> dict[str, torch.Tensor]:
-        """Forward and backward pass of a micro-batch and, if it is its step's last, the optimizer step; returns the
-        metrics of loss and rows. In place of upstream's ``training_step``."""
+        """Run forward and backward pass of a micro-batch, and after a step's last one the optimizer step; returns the
+        metrics of loss and rows. Replaces upstream's ``training_step``."""
         rows = batch.experience
         num_actions = rows.action_mask.shape[1]
 
@@ -61,7 +61,7 @@ class DeepspeedActorTrainer(WholeSteps, ActorTrainer):
             **images,
         )
 
-        # Loss. The router's is a mean over the rows here.
+        # Loss. The router's loss comes as a mean over these rows, and counts by their part of the step.
         entropy = None if self.args.actor.entropy_coef is None else output.entropy[:, -num_actions:]
         router_loss = None
         if self.aux_loss:
@@ -102,7 +102,7 @@ class DeepspeedActorTrainer(WholeSteps, ActorTrainer):
 
 
 class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: ignore[misc]
-    """Upstream's policy actor whose forward returns entropies with the log-probs when the run captures them."""
+    """Upstream's policy actor, whose forward also returns entropies if the run captures them."""
 
     loss_features: Sequence[LossFeature] = ()
     checkpoint_states: dict[str, Any]
@@ -110,14 +110,14 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
     def init_model_from_pretrained(
         self, strategy: Any, pretrain: str, max_steps: int | None = None, vllm_engines: list[Any] | None = None
     ) -> None:
-        """Like upstream's, with this package's model and trainer in place of its own."""
+        """Like upstream's, with this package's model and trainer."""
         ppo_actor.ActorPPOTrainer = DeepspeedActorTrainer
         upstream_model.get_peft_model = adapters.adapt
         if captures_entropy(strategy.arguments) or platform.chosen_platform() == "cpu":
             ppo_actor.Actor = PolicyModel
         super().init_model_from_pretrained(strategy, pretrain, max_steps=max_steps, vllm_engines=vllm_engines)
         self.trainer.loss_features = self.loss_features
-        # Those of a checkpoint that has none begin with its weights, and upstream's (0.11.2) with the untrained ones.
+        # Averages that the checkpoint lacks start at its weights; in upstream (0.11.2) at the untrained ones.
         weights = [getattr(weight, "ds_tensor", weight).data for weight in self.actor.parameters()]
         for part, begin in zip(self._averages(), self.checkpoint_states.pop(_AVERAGES, None) or weights):
             part.copy_(begin)
@@ -125,7 +125,7 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
             self.checkpoint_states = {}
 
     def _averages(self) -> list[torch.Tensor]:
-        """See :func:`averages`; empty without ``--train.enable_ema``."""
+        """The tensors of :func:`averages`; none without ``--train.enable_ema``."""
         return [part for parts in averages(self.ema_model) for part in parts] if self.ema_model else []
 
     def save_checkpoint(self, tag: str, client_states: dict[str, Any] | None = None, **metric: Any) -> None:
@@ -141,10 +141,9 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
         packed_seq_lens: list[int] | None = None,
         mm_train_inputs_list: list[Any] | None = None,
     ) -> TokenValues | torch.Tensor:
-        """Map (b, t) tokens of one micro-batch to :class:`TokenValues` on the CPU, or just to upstream's log-probs.
+        """Map (b, t) tokens of one micro-batch to :class:`TokenValues` on the CPU, or only to upstream's log-probs.
 
-        A vision-language model's images are in ``mm_train_inputs_list``, as upstream's ``merge_mm_train_inputs`` takes
-        them.
+        For a vision-language model, ``mm_train_inputs_list`` has the images for upstream's ``merge_mm_train_inputs``.
         """
         with self.peaks.phase(names.OLD_LOG_PROBS):
             if not captures_entropy(self.strategy.arguments):
@@ -169,7 +168,7 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
             return TokenValues(log_probs.to("cpu"), (entropy * action_mask.to(device)).to("cpu"))
 
     def forward_reference(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Like upstream's ``forward``, with the adapters off: the log-probs of the base."""
+        """Return the base's log-probs: upstream's ``forward`` with the adapters off."""
         with self.actor.model.module.disable_adapter():
             return super().forward(*args, **kwargs)
 
@@ -189,14 +188,14 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
 
 
 class DeepspeedCriticTrainer(WholeSteps, CriticPPOTrainer):
-    """Upstream's critic trainer, a whole optimizer step at a time."""
+    """Upstream's critic trainer, which trains a whole optimizer step at a time."""
 
     def ppo_train(self) -> dict[str, float]:
-        """Train on everything in the replay buffer; returns upstream's metrics."""
+        """Train on the whole replay buffer; returns upstream's metrics."""
         return self.train(self.train_micro_batch)
 
     def train_micro_batch(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """Like the actor trainer's."""
+        """Run forward and backward pass of a micro-batch, and after a step's last one the optimizer step."""
         rows = batch.experience
         self.critic.train()
         values, output = self.critic(

@@ -22,11 +22,11 @@ PLAIN_HEADS = frozenset(
 
 
 class PolicyModel(Actor):
-    """Drop-in ``Actor``: the same arguments and log-probs, and entropies at action tokens on request.
+    """Drop-in replacement for ``Actor``: the same arguments and log-probs, and on request entropies at action tokens.
 
     Falls back to upstream's forward if the head cannot be taken off: other architectures, ring attention, ZeRO-3,
     DeepSpeed's tensor parallelism, adapters on the head, images, or a caller that wants logits. Where prompts are
-    shared, ZeRO-3's head makes logits of the actions alone.
+    shared, ZeRO-3's head computes logits of the actions alone.
     """
 
     def forward(  # type: ignore[override]
@@ -43,13 +43,14 @@ class PolicyModel(Actor):
     ) -> Any:
         """Map (B, T) tokens to (B, A) log-probs of action tokens, 0 where ``action_mask`` (B, A) is 0.
 
-        With ``return_output``, also return the model's output, whose ``entropy`` (B, A) is set if ``return_entropy``;
-        its logits are not computed.
+        With ``return_output``, also return the model's output, without logits; with ``return_entropy``, its
+        ``entropy`` (B, A) is set.
         """
+        # Without a plain head, or for a caller that wants all logits: upstream's forward.
         head = self._plain_head()
-        shares = shared_prompts.are_shared(self.model)
+        shared = shared_prompts.are_shared(self.model)
         whole = action_mask is None or attention_mask is None or ring_attn_group is not None or others
-        if whole or (head is None and not shares):
+        if whole or (head is None and not shared):
             others |= {"return_entropy": return_entropy, "ring_attn_group": ring_attn_group}
             others["packed_seq_lens"] = packed_seq_lens
             return super().forward(sequences, action_mask, attention_mask, return_output, **others)
@@ -60,6 +61,7 @@ class PolicyModel(Actor):
         # The hidden state at column t predicts the token at t + 1; action columns are the last ones.
         predicts = torch.nn.functional.pad(actions, (sequences.shape[1] - num_actions - 1, 1))
         labels = sequences[:, -num_actions:][actions]
+        # Hidden states and the head at the actions alone; ZeRO-3's head, which is sharded, makes logits there.
         if head is None:
             output, logits = self._logits_of_actions(sequences, attention_mask, predicts)
             log_probs = log_probs_from_logits(logits, labels)
@@ -106,7 +108,7 @@ class PolicyModel(Actor):
     def _logits_of_actions(
         self, sequences: torch.Tensor, attention_mask: torch.Tensor, predicts: torch.Tensor
     ) -> tuple[Any, torch.Tensor]:
-        """The model's output and the (N, V) float32 logits, of the temperature, where ``predicts`` (B, T) is True."""
+        """The model's output, and its (N, V) float32 logits over the temperature where ``predicts`` (B, T) is True."""
         inputs, places = shared_prompts.inputs(sequences, attention_mask, predicts)
         output = self.model(**inputs, logits_to_keep=places)
         return output, output["logits"][0].float() / self.temperature

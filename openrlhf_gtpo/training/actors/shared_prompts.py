@@ -1,8 +1,8 @@
-"""Has a Hugging Face model on DeepSpeed compute once what its rows have in common.
+"""Shared prompts on DeepSpeed: a Hugging Face model computes a prompt once for all rows of a micro-batch that have it.
 
-:class:`PolicyModel` hands the decoder the tree of a micro-batch's rows, and its head the places that predict actions.
-Upstream's critic and reward model pack rows into one, whose position ids begin again at 0: their decoder is given the
-tree of these rows, and its hidden states are put where the rows' tokens are.
+:class:`PolicyModel` passes the decoder the tree of a micro-batch's rows, and its head the places that predict actions.
+Upstream's critic and reward model pack rows into one, in which position ids start at 0 again for each row. Here their
+decoder gets the tree of these rows, and its hidden states return to the places of the rows' tokens.
 """
 
 from typing import Any
@@ -18,16 +18,16 @@ NAME = "shared_prompts"  # of the attention, in Transformers
 
 
 def register() -> None:
-    """Make ``NAME`` an attention of Transformers in this process. Safe to call twice."""
+    """Register the attention ``NAME`` with Transformers in this process. Safe to call twice."""
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, flash_attention_mask)  # none
 
 
 def share(model: Any, last_tokens: bool = False) -> None:
-    """Replace the forward pass of the decoder of ``model``, whose attention is ``NAME``.
+    """Let the decoder of ``model``, whose attention is ``NAME``, compute shared prompts once.
 
     Args:
-        last_tokens: compute also a row's last token, which predicts nothing; its hidden state is arbitrary otherwise.
+        last_tokens: also compute a row's last token, which predicts nothing; without, its hidden state is arbitrary.
     """
     decoder = getattr(model, "get_base_model", lambda: model)().base_model
     compute = decoder.forward
@@ -53,15 +53,15 @@ def share(model: Any, last_tokens: bool = False) -> None:
 
 
 def are_shared(model: Any) -> bool:
-    """Whether :func:`share` was called for ``model``, or for what DeepSpeed's engine or PEFT have wrapped."""
+    """True after :func:`share` of ``model``, or of the model that DeepSpeed's engine or PEFT wraps."""
     return getattr(getattr(model, "module", model).config, "_attn_implementation", None) == NAME
 
 
 def inputs(
     sequences: torch.Tensor, attention_mask: torch.Tensor, predicts: torch.Tensor
 ) -> tuple[dict[str, Any], torch.Tensor]:
-    """What a shared model is called with for padded rows (B, T), and the (N,) places in its output where ``predicts``
-    (B, T) is True, row after row. What no prediction needs is left out."""
+    """Return the arguments of a model after :func:`share` for padded rows (B, T), and the (N,) places in its output
+    where ``predicts`` (B, T) is True, row after row. Tokens that no prediction needs are left out."""
     valid = attention_mask.bool()
     ids, marks = sequences[valid].cpu(), predicts[valid].cpu()
     ends = valid.sum(1).cumsum(0)[:-1].tolist()
@@ -85,7 +85,7 @@ def _attention(
     scaling: float | None = None,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Called as Transformers calls it: (1, heads, T, D) to (1, T, heads, D)."""
+    """Attend with the signature of Transformers: (1, heads, T, D) to (1, T, heads, D)."""
     assert attention_mask is None
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return attend(q, k, v, tree, scaling)[None], None

@@ -1,5 +1,5 @@
-"""OpenRLHF's DeepSpeed strategy, in which trainers say where an optimizer step ends, a CPU host compiles nothing, and
-checkpoints are written whole or not at all, and read only as they were written."""
+"""OpenRLHF's DeepSpeed strategy with three changes: trainers decide where an optimizer step ends, a CPU host compiles
+nothing, and checkpoints are written whole or not at all, and verified when read."""
 
 import copyreg
 import os
@@ -65,8 +65,8 @@ from openrlhf_gtpo.training.checks.results import checkpoint_folders
 from openrlhf_gtpo.training.settings.frozen import freeze
 from openrlhf_gtpo.training.settings.prompts import keep_prompts
 
-# In a checkpoint's client states: those that were given, and all ranks' random states. DeepSpeed 0.19.6 returns
-# entries of its own beside them; it refuses to save some of those, and some belong to one rank (runtime/engine.py,
+# In a checkpoint's client states: the caller's states, and all ranks' random states. DeepSpeed 0.19.6 returns entries
+# of its own beside them. It refuses to save some of these, and others belong to one rank (runtime/engine.py,
 # _load_checkpoint).
 _GIVEN, _RANDOM = "given", "random"
 
@@ -75,20 +75,20 @@ class Strategy(DeepspeedStrategy):
     """Upstream's strategy, with gradient accumulation left to the trainers (see ``optimizer_steps``).
 
     Attributes:
-        arguments: the run's, of which upstream's code has a copy, ``args``.
+        arguments: the run's arguments; ``args`` is upstream's own copy.
     """
 
-    _lora: dict[str, Any] | None = None  # what checkpoints say of the adapters of the model that this process trains
+    _lora: dict[str, Any] | None = None  # description, in checkpoints, of the adapters that this process trains
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.arguments = freeze(self.args)
-        # DeepSpeed is told 1 micro-batch per step, so that it divides no loss; the trainers say which one is the last.
+        # Tells DeepSpeed 1 micro-batch per step, so that it divides no loss; the trainers say which one is the last.
         self.use_dynamic_batch = True
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Arrive in an actor's process. If it is a controller, upstream's own included, it reads prompts and labels as
-        their files say them."""
+        """Arrive in an actor's process. In a controller's, upstream's included, let prompts and labels be read as they
+        stand in their files."""
         self.__dict__.update(state)
         if controller := sys.modules.get("openrlhf.trainer.ppo_trainer"):
             vars(controller).update(blending_datasets=blending_datasets, PromptDataset=Prompts)
@@ -103,9 +103,9 @@ class Strategy(DeepspeedStrategy):
         sampler: Any = None,
         **kwargs: Any,
     ) -> StatefulDataLoader:
-        """Like upstream's, but prompts are shuffled by ``--train.seed``: upstream leaves the process that draws them
-        unseeded. Can go with a release that has https://github.com/OpenRLHF/OpenRLHF/pull/1355. A pass over them that
-        was begun is completed as it began, whatever has been appended to them."""
+        """Like upstream's, but shuffle prompts by ``--train.seed``: upstream does not seed the process that draws
+        them. Can go with a release that has https://github.com/OpenRLHF/OpenRLHF/pull/1355. A resumed pass over the
+        data covers the rows that it began with, even if rows were appended."""
         if shuffle and sampler is None and not torch.distributed.is_initialized():
             sampler = Shuffled(dataset, generator=torch.Generator().manual_seed(self.seed))
         return super().setup_dataloader(dataset, batch_size, pin_memory, shuffle, *args, sampler=sampler, **kwargs)
@@ -116,7 +116,7 @@ class Strategy(DeepspeedStrategy):
             varlen_attention.register()
         if self._shares_prompts:
             shared_prompts.register()
-            # Also of a reference, and without entropies: upstream's makes logits of every row's prompt.
+            # Also for a reference, and without entropies: upstream's model computes logits for every row's prompt.
             ppo_actor.Actor = launcher.Actor = PolicyModel
         # Left alone, gloo listens on the address of the host's name, on many hosts a loopback (torch 2.13.0,
         # ProcessGroupGloo::createDefaultDevice), and Megatron has gloo groups over all nodes. NCCL skips loopbacks.
@@ -129,7 +129,7 @@ class Strategy(DeepspeedStrategy):
 
     @torch.no_grad()
     def moving_average(self, model: Any, model_ema: Any, beta: float = 0.992, device: str = "cpu") -> None:
-        """Like upstream's, with two differences. Under ZeRO 3 it is of this rank's parts: DeepSpeed drops what
+        """Like upstream's, with two differences. Under ZeRO 3 it averages this rank's parts: DeepSpeed drops what
         upstream writes to gathered weights (deepspeed 0.19.6, zero/partition_parameters.py, GatheredParameters without
         modifier_rank). And it is as exact as in float32: bfloat16 rounds away most of what a step adds."""
         for weight, average, rounded_off in zip(model.parameters(), *averages(model_ema), strict=True):
@@ -145,7 +145,7 @@ class Strategy(DeepspeedStrategy):
         return self.arguments.ds.attn_implementation == shared_prompts.NAME
 
     def prepare(self, *models: Any) -> Any:
-        """Like upstream's, but rows share their prompts, in every model that this process trains or runs."""
+        """Like upstream's, but each model that this process trains or runs computes shared prompts once."""
         for given in models if self._shares_prompts else ():
             model = given[0] if isinstance(given, tuple) else given
             if model is not None:
@@ -155,10 +155,11 @@ class Strategy(DeepspeedStrategy):
         return super().prepare(*models)
 
     def _ds_init_train_model(self, model: Any, cfg: dict) -> Any:
-        """Like upstream's, but a step whose gradient is not finite is skipped, as with ZeRO 2. In bf16 DeepSpeed does
-        not check with ZeRO 3, nor with ZeRO 1 and ``--ds.grad_accum_dtype fp32``; without ZeRO and with FusedAdam it
+        """Like upstream's, but skip a step with a non-finite gradient, as ZeRO 2 does. In bf16 DeepSpeed does not
+        check with ZeRO 3, nor with ZeRO 1 and ``--ds.grad_accum_dtype fp32``. Without ZeRO, and with FusedAdam, it
         checks but steps anyway (deepspeed 0.19.6, zero/stage3.py, bf16_optimizer.py, fp16/fused_optimizer.py). Can go
         once all of them heed ``check_grad_overflow`` (https://github.com/deepspeedai/DeepSpeed/pull/6976)."""
+        # Adapters start before DeepSpeed takes the parameters.
         if isinstance(module := self._unwrap_model(model), PeftModel):
             adapters.start(module, self.arguments.ds.param_dtype, self.arguments.train.seed)
             actor = self.arguments.actor
@@ -166,11 +167,12 @@ class Strategy(DeepspeedStrategy):
             described = partial(adapters.described, module, actor.lora, actor.model_name_or_path)
             self._lora = from_first_rank(described, UsageError)
         model, optimizer, scheduler = super()._ds_init_train_model(model, cfg)
+        # Each of DeepSpeed's optimizers skips such a step in a way of its own.
         if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
             update = optimizer._overflow_check_and_loss_scale_update
             optimizer._overflow_check_and_loss_scale_update = lambda: optimizer.check_overflow() or update()
         elif isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
-            # They begin with a step of zeros (0.19.6, initialize_optimizer_states), which Adam would count: its first
+            # They start with a step of zeros (0.19.6, initialize_optimizer_states). If Adam counted it, its first
             # steps would be a quarter too small.
             optimizer.optimizer.state.clear()
             for group in optimizer.optimizer.param_groups:
@@ -178,8 +180,8 @@ class Strategy(DeepspeedStrategy):
         if isinstance(optimizer, FP16_Optimizer):
             optimizer.loss_scale_config.use_grad_scaling = True  # in bf16 the scale is 1
         elif isinstance(optimizer, BF16_Optimizer):
-            # The LM head may lie outside the engine's forward (policy_model.py). Its gradient is then there before
-            # DeepSpeed's prologue, which would clear it with an earlier pass's gradients; here the epilogue clears.
+            # The LM head may be outside the engine's forward (policy_model.py). Its gradient then exists before
+            # DeepSpeed's prologue, which would clear it with an earlier pass's gradients. Here the epilogue clears.
             optimizer.backward_prologue = lambda: None
             optimizer.backward_epilogue = partial(optimizer.backward_epilogue, clear_lp_grads=True)
             step, optimizer.overflow = optimizer.step, False
@@ -191,7 +193,7 @@ class Strategy(DeepspeedStrategy):
                 torch.distributed.all_reduce(bad_and_some, op=torch.distributed.ReduceOp.MAX)
                 bad, some = bad_and_some.tolist()
                 optimizer.overflow = bool(bad)
-                if bad or not some:  # DeepSpeed asserts that there is a gradient, which equal rewards do not give
+                if bad or not some:  # DeepSpeed asserts that there is a gradient, but equal rewards give none
                     optimizer._global_grad_norm = 0.0
                     optimizer.clear_hp_grads()
                 else:
@@ -201,16 +203,16 @@ class Strategy(DeepspeedStrategy):
         return model, optimizer, scheduler
 
     def get_ds_train_config(self, *args: Any, **kwargs: Any) -> dict:
-        """Like upstream's, with torch's fused AdamW where DeepSpeed's FusedAdam, the same formula, is not compiled: it
-        would be at the first step, by nvcc. An optimizer on the host stays DeepSpeed's."""
+        """Like upstream's, but with torch's fused AdamW if DeepSpeed's FusedAdam (the same formula) is not compiled,
+        because nvcc would compile it at the first step. An optimizer on the host stays DeepSpeed's."""
         config = super().get_ds_train_config(*args, **kwargs)
         if "optimizer" in config and not installed_ops.get("fused_adam") and not self.adam_offload:
             config["optimizer"]["params"] |= {"torch_adam": True, "fused": True}  # Muon's contains an Adam
         return config
 
     def get_ds_eval_config(self, *args: Any, **kwargs: Any) -> dict:
-        """Like upstream's, without its batch sizes, which DeepSpeed would check against each other (deepspeed 0.19.6,
-        runtime/config.py, _batch_assertion) though nothing is trained. Can go once upstream leaves them out."""
+        """Like upstream's, without batch sizes: DeepSpeed would check them against each other (deepspeed 0.19.6,
+        runtime/config.py, _batch_assertion) although nothing is trained. Can go once upstream leaves them out."""
         config = super().get_ds_eval_config(*args, **kwargs)
         del config["train_batch_size"]
         return config | {"train_micro_batch_size_per_gpu": 1}
@@ -225,13 +227,14 @@ class Strategy(DeepspeedStrategy):
         client_state: Any = None,
         **options: Any,
     ) -> None:
-        """Like upstream's, but written like the Megatron actor's ``Checkpoints``: with checksums, under a temporary
-        name until it is whole and on disk, and earlier ones are removed only then. It also has every rank's random
-        generators: dropout draws from them, and DeepSpeed 0.19.6 does not save them.
+        """Like upstream's, but write like the Megatron actor's ``Checkpoints``: with checksums, and under a temporary
+        name until the checkpoint is whole and on disk; only then are earlier ones removed. Also save every rank's
+        random generators, which dropout draws from and DeepSpeed 0.19.6 does not save.
 
         Raises:
-            CheckpointWriteError: on all ranks, if one could not write; earlier checkpoints are as they were.
+            CheckpointWriteError: on all ranks, if one could not write; earlier checkpoints stay as they were.
         """
+        # Every rank writes its files under the temporary name. Failures are kept, as ranks wait for each other.
         states = {_GIVEN: client_state or {}, _RANDOM: all_gather_objects(random_state())}
         lora = self._lora
         target = Path(save_dir, tag)
@@ -252,6 +255,7 @@ class Strategy(DeepspeedStrategy):
         finally:
             model.checkpoint_engine = upstream_engine
             del model._copy_recovery_script
+        # If all ranks succeeded, the manifest follows, then the final name, and earlier checkpoints go.
         agree(temporary, target, files.failure)
         metric = {name: options.get(f"metric_{name}") for name in ("key", "value")}
         world_size = torch.distributed.get_world_size()
@@ -261,14 +265,15 @@ class Strategy(DeepspeedStrategy):
         put_in_order(target, self._saved_together(target.parent)[1:], max_num=max_num, max_mem_gb=max_mem)
 
     def load_ckpt(self, model: Any, load_dir: str, tag: str | None = None, **kwargs: Any) -> Any:
-        """Like upstream's, but loads the newest checkpoint that is still what was written, or ``--ckpt.load_tag``;
-        actor and critic load the same one. The optimizer's settings are the command line's, where upstream's would be
-        the checkpoint's; random generators go on from where they were, unless the number of ranks has changed.
-        DeepSpeed's universal checkpoints are left to DeepSpeed.
+        """Like upstream's, but load the newest undamaged checkpoint, or ``--ckpt.load_tag``; actor and critic load the
+        same one. The optimizer's settings come from the command line (upstream: from the checkpoint). Random
+        generators continue where they were, unless the number of ranks has changed. DeepSpeed handles its universal
+        checkpoints itself.
 
         Raises:
             CheckpointError: there are checkpoints, but none that can be used.
         """
+        # Choose one, and make sure that its adapters are this run's.
         tag = tag or self.arguments.ckpt.load_tag
         if not self.use_ds_universal_ckpt:
             path = choose(self._saved_together(Path(load_dir)), tag)
@@ -278,6 +283,7 @@ class Strategy(DeepspeedStrategy):
             adapters.check_same(path, self._lora)
             if self._lora is not None:
                 model.load_module_state_dict = partial(_load_adapters, model.module)
+        # Keep the command line's settings, which loading overwrites.
         schedule = model.lr_scheduler
         peaks = list(schedule.base_lrs)
         group_settings = [
@@ -289,11 +295,12 @@ class Strategy(DeepspeedStrategy):
         finally:
             vars(model).pop("load_module_state_dict", None)
         if isinstance(model.optimizer, DeepSpeedZeroOptimizer):
-            # Muon's momentum is in the gradients' dtype (deepspeed 0.19.6, zero/stage_1_and_2.py, get_flat_partition),
-            # and torch loads it in that of the float32 weights.
+            # Muon's momentum has the gradients' dtype (deepspeed 0.19.6, zero/stage_1_and_2.py, get_flat_partition),
+            # but torch loads it in the dtype of the float32 weights.
             for state in schedule.optimizer.state.values():
                 if "momentum_buffer" in state:
                     state["momentum_buffer"] = state["momentum_buffer"].to(model.optimizer.gradient_accumulation_dtype)
+        # Back to the command line's settings; a learning rate keeps its place in the schedule.
         groups = schedule.optimizer.param_groups
         for group, saved, peak, settings in zip(groups, schedule.base_lrs, peaks, group_settings, strict=True):
             group.update(settings)
@@ -306,19 +313,19 @@ class Strategy(DeepspeedStrategy):
         return loaded, states.get(_GIVEN, states)  # an earlier version's are among DeepSpeed's
 
     def _saved_together(self, folder: Path) -> list[Path]:
-        """``folder`` and, in a run with a critic, the other role's, which also has a checkpoint of each tag."""
+        """``folder`` and, in a run with a critic, the folder of the other role, with a checkpoint of each tag too."""
         return [folder, *(other for other in checkpoint_folders(self.arguments) if other.name != folder.name)]
 
     def save_model(self, model: Any, tokenizer: Any, output_dir: str, **kwargs: Any) -> None:
-        """Like upstream's, but only weights are written anew, in a folder that then becomes ``output_dir`` (see
-        ``hf_folder``); and if the first rank, which does the writing, fails, all ranks fail and none waits for it.
+        """Like upstream's, but write only the weights anew, into a folder that then becomes ``output_dir`` (see
+        ``hf_folder``). If the first rank, which writes, fails, all ranks fail and none waits for it.
 
         Raises:
             CheckpointWriteError: the model could not be written.
         """
         args, module, directory = self.arguments, self._unwrap_model(model), Path(output_dir)
         source = module.config.name_or_path  # the folder or name that it was loaded from
-        # OpenRLHF's value network is no causal language model, whatever the configuration of its source says.
+        # OpenRLHF's value network is not a causal language model, whatever its source's configuration says.
         changed = {} if isinstance(model, Actor) else {"architectures": [type(module).__name__]}
         temporary = from_first_rank(partial(hf_folder.begin, directory), CheckpointWriteError)
         try:
@@ -347,7 +354,7 @@ class Strategy(DeepspeedStrategy):
 
 
 class Shuffled(RandomSampler):
-    """torchdata's, whose passes know of how many rows they are."""
+    """torchdata's sampler, whose passes remember their number of rows."""
 
     def __iter__(self) -> Iterator[int]:
         return _Pass(self)
@@ -361,14 +368,14 @@ class _Pass(_StatefulRandomSamplerIterator):
         return super().state_dict() | {self._ROWS: self.n}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.n = self.num_samples = state_dict.get(self._ROWS, self.n)  # an earlier version's does not say it
+        self.n = self.num_samples = state_dict.get(self._ROWS, self.n)  # an earlier version's state lacks it
         super().load_state_dict(state_dict)
 
 
 class CpuStrategy(Strategy):
-    """Uses gloo's all-reduce: DeepSpeed would build a C++ extension for it on first use.
+    """The strategy on a CPU host, with gloo's all-reduce: DeepSpeed would build a C++ extension for its own.
 
-    The first run would wait a minute or more for g++, and fail without it. Can go once DeepSpeed's backend works
+    The first run would wait a minute or more for g++, or fail without it. Can go once DeepSpeed's backend works
     without the extension (deepspeed 0.19.6, comm/torch.py, build_shm_op).
     """
 
@@ -383,14 +390,15 @@ class CpuStrategy(Strategy):
 
 
 def gathered(args: Any, module: Any, parameters: list[torch.nn.Parameter]) -> AbstractContextManager:
-    """Context in which parameters of ``module`` are whole, from tensor parallelism or ZeRO-3. Collective."""
+    """Return a context in which the parameters of ``module`` are whole, despite tensor parallelism or ZeRO-3.
+    Collective."""
     if args.ds.tensor_parallel_size > 1:
         return deepspeed.module_inject.layers.GatherReplacedLayerParams(parameters, module)
     return deepspeed.zero.GatheredParameters(parameters, enabled=hasattr(parameters[0], "ds_id"))
 
 
 def averages(model_ema: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """This rank's parts of the weights' moving average, and what their dtype has rounded off them."""
+    """Return this rank's parts of the weights' moving average, and what their dtype has rounded off."""
     parts = [getattr(weight, "ds_tensor", weight).data for weight in model_ema.parameters()]
     if not hasattr(model_ema, "rounded_off"):
         model_ema.rounded_off = [torch.zeros_like(part) for part in parts]
@@ -398,9 +406,9 @@ def averages(model_ema: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 def _gather_to_the_end(*args: Any, **kwargs: Any) -> Any:
-    """Like DeepSpeed's, but finished. ZeRO 3 gathers several weights and waits for the last (deepspeed 0.19.6,
-    zero/partition_parameters.py, _allgather_params_coalesced); over gloo another may end later, and then overwrites
-    what was loaded meanwhile."""
+    """Like DeepSpeed's, but wait until it is done. ZeRO 3 gathers several weights and waits for the last (deepspeed
+    0.19.6, zero/partition_parameters.py, _allgather_params_coalesced). Over gloo another may end later, and would
+    overwrite what was loaded in the meantime."""
     handle = comm.all_gather_into_tensor(*args, **kwargs)
     if handle is not None:
         handle.wait()
@@ -408,7 +416,8 @@ def _gather_to_the_end(*args: Any, **kwargs: Any) -> Any:
 
 
 def _load_adapters(module: Any, checkpoint: dict[str, Any], **unused: Any) -> None:
-    """In place of DeepSpeed's ``load_module_state_dict``, which looks for the base, too; that is never saved."""
+    """Load adapters. Replaces DeepSpeed's ``load_module_state_dict``, which also wants the base, which is not
+    saved."""
     saved, own = checkpoint["module"], adapters.trained_names(module)
     if odd := sorted(own ^ set(saved)):
         raise CheckpointError(f"The checkpoint and the model do not have the same adapters, such as {odd[0]}.")
@@ -416,8 +425,8 @@ def _load_adapters(module: Any, checkpoint: dict[str, Any], **unused: Any) -> No
 
 
 def _load(self: TorchCheckpointEngine, path: str, map_location: Any = None) -> Any:
-    """Like DeepSpeed's, but loads only tensors, plain values and these classes: with weights_only=False (deepspeed
-    0.19.6) it would run whatever a checkpoint's file says."""
+    """Like DeepSpeed's, but load only tensors, plain values and these classes: with weights_only=False (deepspeed
+    0.19.6) it would run any code in a checkpoint's file."""
     with torch.serialization.safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]):
         return torch.load(path, map_location=map_location, weights_only=True)
 
@@ -429,8 +438,8 @@ copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))
 
 
 class _CheckpointFiles(TorchCheckpointEngine):
-    """Writes DeepSpeed's files with checksums, and keeps the first failure instead of raising it: DeepSpeed's ranks
-    wait for each other at the end of a save, whether or not it succeeded."""
+    """A checkpoint engine that writes DeepSpeed's files with checksums. It keeps the first failure instead of raising
+    it, because DeepSpeed's ranks wait for each other at the end of a save even if it failed."""
 
     def __init__(self, folder: Path, only: set[str] | None = None) -> None:
         super().__init__()

@@ -107,10 +107,10 @@ def test_the_trained_model_is_tried_again_and_the_advice_fits(
     with pytest.raises(TrainingStopped) as stopped:
         keep_trying(write, "model")
     failure = f"model could not be written: {why}.{advice}"
-    again = " The same command with --ckpt.load_enable goes on from the last checkpoint of --ckpt.path."
+    again = " Rerun with --ckpt.load_enable to resume from the last checkpoint in --ckpt.path."
     assert str(stopped.value) == failure + again
     said = capsys.readouterr().out.splitlines()
-    assert len(said) == 59 and said[-1] == f"Warning: {failure} It is tried again every 30 s, 1 more times."
+    assert len(said) == 59 and said[-1] == f"Warning: {failure} Retrying every 30 s, 1 more times."
 
 
 def test_a_best_checkpoint_that_is_not_saved_is_not_the_best(tmp_path: Path) -> None:
