@@ -85,7 +85,7 @@ def restarts_of(folder: Path) -> int:
 
 def notices_of(folder: Path) -> int:
     """How often a run was found hanging, or started again."""
-    return restarts_of(folder) + (folder / "log").read_text().count(", so that the run is ended.")
+    return restarts_of(folder) + (folder / "log").read_text().count("; ending the run.")
 
 
 def until(condition: Callable[[], Any], run: psutil.Popen) -> None:

@@ -130,7 +130,7 @@ def supervise(command: Sequence[str], args: Arguments, locks: Sequence[int] = ()
     def hangs() -> bool:
         if not 0 < limit < heartbeat.silence():
             return False
-        print(f"train_ppo_ray: {stalled}, so that the run is ended.", file=sys.stderr, flush=True)
+        print(f"train_ppo_ray: {stalled}; ending the run.", file=sys.stderr, flush=True)
         return True
 
     for restart in range(1, restarts + 2):
@@ -156,7 +156,7 @@ def supervise(command: Sequence[str], args: Arguments, locks: Sequence[int] = ()
             newest = _newest(args)
             is_new = newest is not None and newest != before  # not the one asked for, nor an earlier run's
             goes_on = is_new or newest is not None and args.ckpt.load_enable
-            place = "goes on from its last checkpoint" if goes_on else "begins again, as there is no checkpoint yet"
+            place = "resumes from its last checkpoint" if goes_on else "starts over, without a checkpoint yet"
             print(f"train_ppo_ray: {why}; restart {restart} of {restarts} {place}.", file=sys.stderr, flush=True)
             if is_new:
                 command += ["--ckpt.load_enable", "--ckpt.load_tag", ""]

@@ -30,7 +30,7 @@ def run_step(run: "Controller") -> Rollout:
     run.rollout, step = rollout, rollout.step or run.step + 1
     run.saver.publish()  # written while engines sampled; should this step fail, the run goes on from there
     run.engines.wait_for_lost()
-    run.log.costs.sampled([*rollout.rows, *rollout.others])
+    run.log.costs.after_rollout([*rollout.rows, *rollout.others])
 
     # Score the rows with the old policy, reference and critic, then turn rewards and entropies into advantages. From
     # here on rows are upstream's experiences.

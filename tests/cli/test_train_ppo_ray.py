@@ -73,9 +73,9 @@ def test_a_run_that_dies_goes_on_from_its_checkpoint_until_it_ends(args, tmp_pat
     first = ["run", "--ckpt.stop_file", str(tmp_path / "stop"), "--logger.wandb.run_name", "ppo_at_noon"]
     assert runs.commands == [first, first, [*first, "--ckpt.load_enable", "--ckpt.load_tag", ""]]
     assert capsys.readouterr().err.splitlines() == [
-        "train_ppo_ray: it ended with status 1 (see its last lines); restart 1 of 2 begins again, as there is no "
+        "train_ppo_ray: it ended with status 1 (see its last lines); restart 1 of 2 starts over, without a "
         "checkpoint yet.",
-        "train_ppo_ray: its driver was killed by signal 9; restart 2 of 2 goes on from its last checkpoint.",
+        "train_ppo_ray: its driver was killed by signal 9; restart 2 of 2 resumes from its last checkpoint.",
     ]
 
 
@@ -92,7 +92,7 @@ def test_a_run_goes_on_from_no_checkpoint_but_its_own_and_the_one_asked_for(
     first = ["run", "--ckpt.stop_file", str(tmp_path / "stop"), "--logger.wandb.run_name", "ppo_at_noon"]
     runs = Runs(monkeypatch, 1, 0)
     assert train_ppo_ray.supervise(["run"], args) == 0 and runs.commands == [first, first]
-    assert "restart 1 of 2 begins again, as there is no checkpoint yet." in capsys.readouterr().err
+    assert "restart 1 of 2 starts over, without a checkpoint yet." in capsys.readouterr().err
     args.ckpt.load_enable, args.critic.model_name_or_path = True, "MODEL"
     save(tmp_path, "global_step9", "_critic")
 
@@ -103,7 +103,7 @@ def test_a_run_goes_on_from_no_checkpoint_but_its_own_and_the_one_asked_for(
     runs = Runs(monkeypatch, dies_in_a_save, lambda *_: save(tmp_path, "global_step10", "_critic") or 1, 0)
     assert train_ppo_ray.supervise(["run"], args) == 0
     assert runs.commands == [first, first, [*first, "--ckpt.load_enable", "--ckpt.load_tag", ""]]
-    assert capsys.readouterr().err.count("goes on from its last checkpoint") == 2
+    assert capsys.readouterr().err.count("resumes from its last checkpoint") == 2
 
 
 @pytest.mark.parametrize(("status", "kept"), [(0, 0), (2, 2), (65, 1), (75, 75), (143, 143), (129, 129)])
@@ -122,11 +122,9 @@ def test_a_signal_is_the_end_and_says_what_there_is_to_go_on_from(
         save(tmp_path, "global_step7")
     Runs(monkeypatch, status)
     assert train_ppo_ray.main([]) == status
-    way_on = (
-        "there is no checkpoint to go on from; the same command with --ckpt.load_enable begins again in its folders"
-    )
+    way_on = "no checkpoint to resume from; rerun with --ckpt.load_enable to start over in the same folders"
     if has_checkpoint:
-        way_on = f"the same command with --ckpt.load_enable goes on from {tmp_path}/_actor/global_step7"
+        way_on = f"rerun with --ckpt.load_enable to resume from {tmp_path}/_actor/global_step7"
     assert capsys.readouterr().err == f"train_ppo_ray stopped: {word}; {way_on}.\n"
 
 
@@ -140,7 +138,7 @@ def test_sigterm_ends_a_run_with_a_sentence_before_ray_is_there(args, training, 
     for terminated in (rays_handler, lambda args: os.kill(os.getpid(), signal.SIGTERM)):
         monkeypatch.setattr(train_ppo_ray, "train", terminated)
         assert train_ppo_ray.main([]) == 143
-        assert "stopped: terminated; there is no checkpoint to go on from; the same" in capsys.readouterr().err
+        assert "stopped: terminated; no checkpoint to resume from; rerun" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -149,11 +147,11 @@ def test_sigterm_ends_a_run_with_a_sentence_before_ray_is_there(args, training, 
     [
         (
             2,
-            "train_ppo_ray stopped: its driver was killed by signal 6, after 2 restarts; there is no checkpoint to go",
+            "train_ppo_ray stopped: its driver was killed by signal 6, after 2 restarts; no checkpoint to resume",
         ),
         (
             0,
-            "train_ppo_ray stopped: its driver was killed by signal 6; there is no checkpoint to go",
+            "train_ppo_ray stopped: its driver was killed by signal 6; no checkpoint to resume",
         ),
     ],
 )
@@ -215,7 +213,7 @@ def test_a_run_without_a_sign_of_life_hangs(args, tmp_path, monkeypatch, capsys)
     assert not (tmp_path / "heartbeat").exists()
     noticed, restarted = capsys.readouterr().err.splitlines()
     said = "train_ppo_ray: no progress for 60 s (--train.stall_timeout)"
-    assert noticed == f"{said}, so that the run is ended." and restarted.startswith(f"{said}; restart 1 of 2")
+    assert noticed == f"{said}; ending the run." and restarted.startswith(f"{said}; restart 1 of 2")
 
 
 def test_only_a_stall_timeout_counts_silence(args, monkeypatch) -> None:

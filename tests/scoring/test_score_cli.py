@@ -104,7 +104,7 @@ def test_code_of_the_checkpoint_is_not_run_unasked(
     fields = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(fields | {"auto_map": {"AutoConfig": "own.Own"}}))
     chosen = flags | {"--model": folder, "--actor.backend": backend}
-    refuse(chosen, f"--model {folder} brings Python code of its own (auto_map in its config.json)", capsys)
+    refuse(chosen, f"--model {folder} brings its own Python code (auto_map in its config.json)", capsys)
     assert not (tmp_path / "mark").exists()
     flags["--input"].write_text("")
     assert cli.main([*argv(chosen), "--trust-remote-code"]) == 2  # because of its input, read after the configuration

@@ -1,2 +1,2 @@
-"""What a run is refused for in one sentence, before any engine starts: it would train something else in silence, fail
-after minutes, or lose data. ``run.check`` has the order."""
+"""Checks before any engine starts. Each refuses, in one sentence, a run that would silently train something else, fail
+after minutes, or lose data. ``run.check`` has their order."""

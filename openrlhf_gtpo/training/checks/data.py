@@ -1,4 +1,4 @@
-"""The data sets that a command line names, and every row of those that are local."""
+"""Checks of the data sets that a command line names, and of every row of local ones."""
 
 import json
 import sys
@@ -15,12 +15,12 @@ from openrlhf_gtpo.training.checks.look import show_prompt
 from openrlhf_gtpo.training.checks.model import Model, special_texts, token_ids
 
 PROMPTS = "--data.prompt_dataset"
-_COLUMNS = ("data.tools_key", "data.chat_template_kwargs_key")  # flags of columns that a row may lack
+_COLUMNS = ("data.tools_key", "data.chat_template_kwargs_key")  # flags that name optional columns
 
 
 def check_data(args: Arguments, model: Model) -> None:
-    """Refuse rows of the run's local data sets from which it would learn something else, or that end it later on. Of
-    a model that reads images, only the first row is looked at, and only for what ends the run."""
+    """Refuse rows of the run's local data sets that would teach it something else, or end it later. For a model that
+    reads images, check only the first row, and only for what ends the run."""
     from openrlhf_gtpo.training.checks.prompts import check_label
 
     strict, tokenizer = args.algo.advantage.estimator in ESTIMATORS, None if model.reads_images else model.tokenizer
@@ -35,7 +35,7 @@ def check_data(args: Arguments, model: Model) -> None:
 
 
 def first_prompt(args: Arguments, tokenizer: Any, flag: str) -> tuple[str, Any] | None:
-    """The first prompt of the data sets that ``flag`` names, and its label; None if they are on the Hub."""
+    """Return the first prompt of the data sets that ``flag`` names, and its label; None if they are on the Hub."""
     from openrlhf_gtpo.training.checks.prompts import prompt_and_label
 
     of = ("data.prompt_dataset", "data.prompt_split") if flag == PROMPTS else ("eval.dataset", "eval.split")
@@ -55,16 +55,16 @@ def check_dataset(
     fits: Callable[[Any], None] | None = None,
     needs: Collection[str] = _COLUMNS,
 ) -> None:
-    """Refuse local data sets that are unreadable or empty, or lack a column, and a prompt that cannot be made. Name
-    those without a column of tools or variables, which rows may lack.
+    """Refuse local data sets that are unreadable or empty, that lack a column, or whose prompts cannot be made. Print
+    which ones have no column of tools or variables.
 
     Args:
-        tokenizer: the model's; None looks at the first row alone, as for a model that reads images.
-        strict: refuse null labels, and prompts that leave no room to respond, too; upstream's estimators take both.
-        fits: raises UsageError, as a clause, for a label that does not arrive where it has to.
-        needs: flags of columns that at least one of the data sets must have, if they are given.
+        tokenizer: the model's tokenizer; None checks only the first row, as for a model that reads images.
+        strict: also refuse null labels and prompts that leave no room to respond; upstream's estimators take both.
+        fits: raises UsageError, as a clause, for a label that cannot be passed on.
+        needs: flags of optional columns that at least one data set must have if they are given.
     """
-    lacks: dict[str, set[str]] = {}  # by data set, flags of columns; one on the hub may have all
+    lacks: dict[str, set[str]] = {}  # flags of missing columns by data set; a data set on the Hub may have all
     for name, rows in _tables(args, names, split, flag):
         lacks[name] = set()
         if rows is not None and tokenizer is None:
@@ -75,14 +75,14 @@ def check_dataset(
         key, without = attrgetter(column)(args), [name for name in lacks if column in lacks[name]]
         if without and column in needs and len(without) == len(lacks):
             raise UsageError(
-                f"{flag} {names}: no row has a column {key!r} (--{column}); give its name, or leave that out."
+                f"{flag} {names}: no row has a column {key!r} (--{column}); correct its name, or leave the flag out."
             )
         for name in without:
             print(f"{flag} {name}: no row has a column {key!r} (--{column}).", file=sys.stderr)
 
 
 def table_rows(args: Arguments, names: str, split: str, flag: str) -> int | None:
-    """Total rows of the local data sets that ``flag`` names; None if one of them is on the hub.
+    """Count the rows of the local data sets that ``flag`` names; None if one of them is on the Hub.
 
     Raises:
         UsageError: a data set that is missing or cannot be read.
@@ -94,7 +94,7 @@ def table_rows(args: Arguments, names: str, split: str, flag: str) -> int | None
 def _tables(
     args: Arguments, names: str, split: str, flag: str
 ) -> Iterator[tuple[str, Iterator[dict[str, Any]] | None]]:
-    """Each data set that ``flag`` names, and its rows, or None for a hub name, which the run loads."""
+    """Yield each data set that ``flag`` names with its rows; None instead of rows for a name on the Hub."""
     from openrlhf_gtpo.training.checks.prompts import is_local, rows_of
 
     for name in (part.strip() for part in names.split(",")):
@@ -109,7 +109,7 @@ def _check_rows(
     strict: bool,
     fits: Callable[[Any], None] | None,
 ) -> set[str]:
-    """Refuse a row, as :func:`check_dataset`. Returns the flags of columns that no row has."""
+    """Check every row as :func:`check_dataset` says; returns the flags of columns that no row has."""
     from openrlhf_gtpo.training.checks.prompts import name_unread, prompt_and_label, variables_of
 
     unseen = {flag: attrgetter(flag)(args) for flag in _COLUMNS if args.data.apply_chat_template}
@@ -120,12 +120,14 @@ def _check_rows(
     room = args.data.max_len - (longest or 1)
     keys = args.data.input_key, args.data.label_key
     for row, data in enumerate(islice(rows, args.data.max_samples), start=1):
+        # The prompt as training makes it.
         try:
             prompt, label = prompt_and_label(data, args, tokenizer)
             variables |= variables_of(data, args.data).keys()
             size = len(prompt.encode())
         except Exception as error:  # templates are programs
             raise UsageError(f"{where}: the prompt of row {row} cannot be made: {one_line(error)}") from error
+        # Note optional columns, and messages that contain the text of a special token.
         unseen = {flag: key for flag, key in unseen.items() if key not in data}
         if args.data.apply_chat_template:
             given = data[keys[0]]
@@ -134,6 +136,7 @@ def _check_rows(
                 marked[row] = found[0]
         if not prompt or data[keys[0]] == "":
             raise UsageError(f"{where}: the prompt of row {row} is empty; drop that row.")
+        # The label.
         try:
             if fits is not None:
                 fits(label)
@@ -143,21 +146,22 @@ def _check_rows(
             raise UsageError(
                 f"{where}: row {row} has no label ({keys[1]!r} of --data.label_key is null); drop that row."
             )
-        if size <= room or not strict:  # a token is at least one byte
+        # The length. Only a prompt with more bytes than there is room for tokens has to be tokenized.
+        if size <= room or not strict:
             continue
         length = len(token_ids(tokenizer, prompt))
         if length > room:
             with_responses = f" with --rollout.max_new_tokens {longest}" if longest else ""
             raise UsageError(
                 f"{where}: the prompt of row {row} has {length} tokens, but --data.max_len {args.data.max_len}"
-                f"{with_responses} leaves {room}; raise --data.max_len or drop it."
+                f"{with_responses} leaves room for {room}; raise --data.max_len or drop that row."
             )
     if args.data.apply_chat_template:
         name_unread(variables, tokenizer)
     for row, token in islice(marked.items(), 1):
         print(
-            f"Note: {where}: {len(marked)} rows have the letters of special tokens in their messages, such as {token} "
-            f"in row {row}. The model reads the token, which may end a message; change them if that is not meant.",
+            f"Note: {where}: the messages of {len(marked)} rows contain the text of a special token, such as {token} "
+            f"in row {row}. The model reads it as that token, which may end a message; change it unless you mean it.",
             file=sys.stderr,
         )
     return {*unseen}

@@ -1,4 +1,4 @@
-"""Keeps two live runs out of each other's checkpoints, model and metrics, which they would replace without a word."""
+"""Locks that keep two live runs from silently replacing each other's checkpoints, model and metrics."""
 
 import fcntl
 import os
@@ -13,21 +13,21 @@ from typing import TextIO
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.training.arguments import Arguments
 
-_PATIENCE = 60.0  # seconds for a run that is ending, such as that of a job before it was requeued
+_PATIENCE = 60.0  # seconds to wait for a run that is ending, such as a requeued job's previous one
 
 
 @contextmanager
 def alone(args: Arguments, patience: float = _PATIENCE) -> Iterator[Sequence[int]]:
     """Lock the run's ``--ckpt.path``, ``--ckpt.output_dir`` and ``--logger.metrics_path`` until the end of the block.
 
-    The kernel releases a lock (flock(2)) when the last process that has it ends, however it ends. Other hosts
-    see it on NFS and Lustre, unless these are mounted with nolock, local_lock or localflock.
+    The kernel releases a lock (flock(2)) when its last process ends, however it ends. Other hosts see it on NFS and
+    Lustre, unless these are mounted with nolock, local_lock or localflock.
 
     Yields:
-        the locks' file descriptors; a child that inherits them has the locks too.
+        the locks' file descriptors; a child that inherits them holds the locks too.
 
     Raises:
-        UsageError: another run has one of them, still after ``patience`` seconds.
+        UsageError: after ``patience`` seconds, another run still holds one of them.
         OSError: one of their folders cannot be made or written to.
     """
     paths = _lock_files(args)
@@ -38,12 +38,12 @@ def alone(args: Arguments, patience: float = _PATIENCE) -> Iterator[Sequence[int
     try:
         for path, flag in paths.items():
             while isinstance(taken := _take(path), str):
-                used = f"{flag} is in use by another run ({taken or 'which is starting'})"
+                used = f"{flag} is in use by another run ({taken or 'just starting'})"
                 if not deadline:
                     deadline = time.monotonic() + patience
-                    print(f"{used}; waiting for its end, {patience:g} s at most.", file=sys.stderr, flush=True)
+                    print(f"{used}; waiting up to {patience:g} s for it to end.", file=sys.stderr, flush=True)
                 if time.monotonic() > deadline:
-                    raise UsageError(f"{used}, and each would replace what the other writes; give this one its own.")
+                    raise UsageError(f"{used}. Each would replace what the other writes; give this run its own.")
                 time.sleep(0.2)
             files.append(taken)
         for file in files:
@@ -58,12 +58,12 @@ def alone(args: Arguments, patience: float = _PATIENCE) -> Iterator[Sequence[int
 
 
 def _lock_files(args: Arguments) -> dict[Path, str]:
-    """The file that is locked for each flag's folder or file, in a folder that exists now, to the flag."""
+    """Map the lock file of each flag's folder or file, in a folder made for it, to the flag."""
     paths: dict[Path, str] = {}
     model = Path(args.ckpt.output_dir).absolute()
     Path(args.ckpt.path).mkdir(parents=True, exist_ok=True)
     model.parent.mkdir(parents=True, exist_ok=True)
-    # Beside a folder that the trained model is given at once; in it only if it must be there already.
+    # Beside the model's folder, which appears as a whole; inside only if nothing can be written beside it.
     beside = os.access(model.parent, os.W_OK)
     paths[model.with_name(f"{model.name}.lock") if beside else model / "run.lock"] = f"--ckpt.output_dir {model}"
     paths[Path(args.ckpt.path, "run.lock")] = f"--ckpt.path {args.ckpt.path}"
@@ -74,7 +74,7 @@ def _lock_files(args: Arguments) -> dict[Path, str]:
 
 
 def _take(path: Path) -> TextIO | str:
-    """The open and locked file, or the words of its holder."""
+    """Return the file, open and locked, or what its holder wrote into it."""
     while True:
         file = path.open("a+", encoding="utf-8", errors="replace")
         file.seek(0)
@@ -86,7 +86,8 @@ def _take(path: Path) -> TextIO | str:
             return holder
         except OSError as error:
             print(
-                f"Warning: {path} cannot be locked ({error.strerror}); a second run would not notice.", file=sys.stderr
+                f"Warning: {path} cannot be locked ({error.strerror}); a second run would not notice this one.",
+                file=sys.stderr,
             )
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
             return file

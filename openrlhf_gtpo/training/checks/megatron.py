@@ -1,4 +1,4 @@
-"""What is sure to fail with ``--actor.backend megatron``, or is ignored by it, for every estimator."""
+"""Checks for ``--actor.backend megatron``: settings that fail with it or that it would ignore."""
 
 import os
 from collections.abc import Iterator
@@ -21,10 +21,10 @@ _BACKEND = "--actor.backend megatron"
 
 
 def check_megatron(args: Arguments, model: Model) -> None:
-    """Refuse what the Megatron actor cannot do; do nothing with another backend.
+    """Refuse settings that the Megatron actor cannot honor; do nothing with another backend.
 
     Raises:
-        UsageError: the first such thing.
+        UsageError: the first such setting.
     """
     if args.actor.backend != "megatron":
         return
@@ -50,11 +50,12 @@ def check_megatron(args: Arguments, model: Model) -> None:
 
 
 def _settings(args: Arguments, layout: Layout) -> Iterator[Refusal]:
+    # Other models beside the actor.
     megatron, in_fp8 = args.megatron, args.megatron.fp8 is not None
     yield (
         args.critic.model_name_or_path,
         f"--algo.advantage.estimator {args.algo.advantage.estimator} trains a critic beside the actor, which "
-        f"{_BACKEND} does not; choose an estimator without one (gtpo, grpo_s, group_norm, rloo, …).",
+        f"{_BACKEND} cannot; choose an estimator without a critic (gtpo, grpo_s, group_norm, rloo, …).",
     )
     yield (
         args.reward.model_name_or_path and not args.reward.remote_url and layout.model_parallel_size > 1,
@@ -62,6 +63,7 @@ def _settings(args: Arguments, layout: Layout) -> Iterator[Refusal]:
         f"batch of its own, but with --megatron.*_parallel_size {layout.model_parallel_size} processes share each "
         "batch; serve it behind --reward.remote_url URL, or leave these sizes at 1.",
     )
+    # Determinism, and flags of OpenRLHF that Megatron does not implement.
     nondeterministic = os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     yield (
         args.train.full_determinism_enable and nondeterministic != "0",
@@ -77,11 +79,11 @@ def _settings(args: Arguments, layout: Layout) -> Iterator[Refusal]:
         (aux_loss > 0, f"--actor.aux_loss_coef {aux_loss:g}", "leave it at 0"),
         (args.vllm.sync_with_ray, "--vllm.sync_with_ray", "leave it out"),
     ):
-        yield broken, f"{flag} is not offered by {_BACKEND}; {remedy}, or use --actor.backend deepspeed."
+        yield broken, f"{flag} does not work with {_BACKEND}; {remedy}, or use --actor.backend deepspeed."
     yield (
         in_fp8 and megatron.fp8_param and not megatron.use_distributed_optimizer,
-        "--megatron.fp8_param needs Megatron's distributed optimizer, which quantizes its float32 shards; leave "
-        "--no-megatron.use_distributed_optimizer out.",
+        "--megatron.fp8_param needs Megatron's distributed optimizer, which quantizes its float32 shards; leave out "
+        "--no-megatron.use_distributed_optimizer.",
     )
 
 
@@ -97,7 +99,7 @@ def _check_world_size(config: Any, layout: Layout, section: Actor | Ref, name: s
 
 
 def _check_checkpoint(args: Arguments, config: Any) -> None:
-    """Refuse to go on from a checkpoint of another model, or one that is not whole."""
+    """Refuse to resume from a damaged checkpoint or from one of another model."""
     folder, tag = Path(args.ckpt.path) / "_actor", args.ckpt.load_tag
     try:
         path = folder / tag if tag else newest_whole(folder)

@@ -1,4 +1,4 @@
-"""The checkpoint that a flag names, as checks see it."""
+"""A checkpoint that a flag names, with the checks of its files, tokenizer and weights."""
 
 import copy
 import json
@@ -13,7 +13,7 @@ from typing import Any
 from openrlhf_gtpo.errors import UsageError, one_line
 from openrlhf_gtpo.platform.files import WEIGHTS, model_folder, shards_of, weight_shapes
 
-# Files in which a checkpoint may name its own Python code.
+# Files that may name a checkpoint's own Python code.
 _CONFIGURATIONS = (
     "config.json",
     "tokenizer_config.json",
@@ -26,15 +26,15 @@ _EXPERTS_RENAMED = ("mixtral", "ernie4_5_moe")
 
 
 class Model:
-    """A checkpoint, of which each part is read when it is first asked for, and only then.
+    """A checkpoint whose parts are read on first use.
 
     Args:
         name: a folder, or a name on the Hub, whose configuration and tokenizer are fetched.
         flag: the flag that names it, for messages.
-        trust_remote_code: run the Python code that it brings.
+        trust_remote_code: run the checkpoint's own Python code.
 
     Raises:
-        UsageError: by every attribute that is not an argument: what has to be read is missing or broken.
+        UsageError: from any attribute that reads a file which is missing or broken.
     """
 
     def __init__(self, name: str | None, flag: str, trust_remote_code: bool = False) -> None:
@@ -55,14 +55,14 @@ class Model:
 
     @cached_property
     def documents(self) -> dict[str, Any]:
-        """What its configuration files hold, by their names."""
+        """The contents of its configuration files, by name."""
         with self._named():
             paths = [self.folder / name for name in _CONFIGURATIONS]
             return {path.name: json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()}
 
     @cached_property
     def config(self) -> Any:
-        """Its configuration, of Transformers' class for it or, if trusted, of its own."""
+        """Its configuration, of Transformers' class or, if trusted, of its own class."""
         from transformers import AutoConfig
 
         with self._named():
@@ -80,8 +80,7 @@ class Model:
 
     @cached_property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name to shape of its weights, from the headers of the safetensors that are on this host; empty if there are
-        none.
+        """Shapes of its weights by name, from the headers of the safetensors on this host; empty without any.
 
         Raises:
             UsageError: a file is cut off or missing, or two have the same weight.
@@ -100,28 +99,28 @@ class Model:
 
     @property
     def is_local(self) -> bool:
-        """Whether it is a folder, and no name on the Hub."""
+        """True for a folder, False for a name on the Hub."""
         return Path(self.name).is_dir()
 
     @property
     def reads_images(self) -> bool:
-        """Whether it is a vision-language model."""
+        """True for a vision-language model."""
         return hasattr(self.config, "vision_config")
 
     @property
     def has_experts(self) -> bool:
-        """Whether it is a mixture of experts; some configurations call them local."""
+        """True for a mixture of experts; some configurations call the experts local."""
         return bool(getattr(self.config, "num_experts", 0) or getattr(self.config, "num_local_experts", 0))
 
     @property
     def _source(self) -> str:
-        """Where Transformers reads it: its own code is not among the files that are fetched. A name on a Hub that
-        cannot be reached takes Transformers 5.15 half a minute."""
+        """What Transformers loads. If trusted, the name, because the checkpoint's own code is not fetched; otherwise
+        the folder, because Transformers 5.15 spends half a minute on a name if the Hub cannot be reached."""
         return self.name if self.trust_remote_code else str(self.folder)
 
     @contextmanager
     def _named(self, what: str = "") -> Iterator[None]:
-        """Name the flag and the checkpoint in whatever is wrong with it: its own classes may raise anything."""
+        """Turn any error into a UsageError with flag and checkpoint: its own classes may raise anything."""
         try:
             yield
         except Exception as error:
@@ -130,7 +129,7 @@ class Model:
             raise UsageError(f"{self}{rest}" if len(rest) < len(said) else f"{self}: {what}{said}") from error
 
     def check_code(self, trust_flag: str) -> None:
-        """Refuse a checkpoint that brings Python code of its own, unless it is trusted. None of it is run here.
+        """Refuse a checkpoint with Python code of its own, unless it is trusted. Runs none of that code.
 
         Args:
             trust_flag: the flag that allows it.
@@ -141,33 +140,33 @@ class Model:
         for file, document in self.documents.items() if not self.trust_remote_code else ():
             if _has_auto_map(document):
                 raise UsageError(
-                    f"{self} brings Python code of its own (auto_map in its {file}), which every worker would run; "
-                    f"read that code and give {trust_flag}, or choose a checkpoint without."
+                    f"{self} brings its own Python code (auto_map in its {file}), which every worker would run; "
+                    f"read that code and give {trust_flag}, or choose a checkpoint without code."
                 )
 
     def check_transferable(self) -> None:
-        """Refuse a policy whose weights vLLM cannot take from training, which it would say after the first step.
+        """Refuse a policy whose trained weights vLLM cannot load, because vLLM would only fail after the first step.
 
         Raises:
-            UsageError: it is quantized, or has experts under other names than in training.
+            UsageError: it is quantized, or its experts have other names in vLLM than in training.
         """
         fields = self.documents.get("config.json", {})
         if fields.get("model_type") in _EXPERTS_RENAMED:
             raise UsageError(
-                f"{self}: vLLM cannot take the experts of '{fields['model_type']}' from training, only from files; "
+                f"{self}: vLLM can load the experts of '{fields['model_type']}' only from files, not from training; "
                 "use another model."
             )
         if fields.get("quantization_config") is not None:
             raise UsageError(
-                f"{self} is quantized (quantization_config in its config.json): vLLM packs such weights when it loads "
-                "them, and cannot take trained ones in their place; give the checkpoint that it was made from."
+                f"{self} is quantized (quantization_config in its config.json). vLLM packs such weights when it loads "
+                "them and cannot replace them with trained ones; give the checkpoint that it was made from."
             )
 
     def check_vocabulary(self) -> None:
-        """Refuse a tokenizer with tokens that have no embedding, of which training would only hear when it meets one.
+        """Refuse a tokenizer with tokens that have no embedding, because training would only fail at such a token.
 
         Raises:
-            UsageError: it is another model's.
+            UsageError: the tokenizer belongs to another model.
         """
         # Without added tokens: Gemma 3 has a few that its text models never see.
         embedded = getattr(self.config.get_text_config(), "vocab_size", math.inf)
@@ -178,9 +177,9 @@ class Model:
             )
 
     def check_length(self, max_len: int) -> None:
-        """Refuse a ``--data.max_len`` beyond its positions, which vLLM refuses too, but of a guide only after the
-        policy has loaded, and of an experiment's model only once it is trained. One whose rotary embedding is scaled
-        is left to vLLM, which knows by how much (0.29, config/model.py, _get_and_verify_max_len).
+        """Refuse a ``--data.max_len`` beyond the model's positions. vLLM refuses it too, but a guide's only after the
+        policy has loaded, and an experiment's model only once it is trained. A model with a scaled rotary embedding is
+        left to vLLM, which knows the scale (0.29, config/model.py, _get_and_verify_max_len).
 
         Raises:
             UsageError: it has fewer positions.
@@ -193,14 +192,14 @@ class Model:
             raise UsageError(f"--data.max_len {max_len} exceeds the {longest} positions of {self}.")
 
     def check_files(self) -> None:
-        """Refuse a checkpoint whose configuration or weights cannot be read, of the latter by their headers.
+        """Refuse a checkpoint whose configuration, or whose weights' headers, cannot be read.
 
         Raises:
-            UsageError: names the file, if it is one.
+            UsageError: with the name of the broken file, if there is one.
         """
         _ = self.config, self.weight_shapes
         if self.is_local and not any(path.suffix in (".safetensors", ".bin") for path in self.folder.iterdir()):
-            raise UsageError(f"{self} has no weights (*.safetensors or *.bin).")
+            raise UsageError(f"{self} has no weights (*.safetensors or *.bin); give a complete checkpoint.")
 
     def check_safetensors(self) -> None:
         """Refuse a local checkpoint without safetensors, which the Megatron actor needs and vLLM does not.
@@ -209,18 +208,18 @@ class Model:
             UsageError: there are none.
         """
         if self.is_local and not any(self.folder.glob(WEIGHTS)):
-            raise UsageError(f"{self} has no {WEIGHTS} files, the one format that --actor.backend megatron reads.")
+            raise UsageError(f"{self} has no {WEIGHTS} files, the only format that --actor.backend megatron reads.")
 
     def check_weights(self) -> None:
-        """Refuse a local language model that lacks weights, which Transformers would make up, or has some of wrong
-        sizes, or a head that its configuration ties to the embedding, but which is another: Transformers would not tie
-        them, vLLM and Megatron would.
+        """Refuse a local language model with missing, misshaped or wrongly tied weights.
 
-        It is loaded without its tensors' values, in a fraction of a second. A model for which that fails, such as one
-        with its own code, is left to whoever loads it.
+        Transformers would initialize missing weights at random. If a head differs from the embedding that its
+        configuration ties it to, Transformers would keep both, but vLLM and Megatron would tie them. The model is
+        loaded without its tensors' values, in a fraction of a second. If that fails, as for a model with its own code,
+        nothing is checked.
 
         Raises:
-            UsageError: names one of those weights.
+            UsageError: with the name of such a weight.
         """
         self.check_files()
         if not self.is_local:
@@ -228,6 +227,7 @@ class Model:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
+        # Load it without values, quietly.
         verbosity, progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
         logging.set_verbosity_error()
         logging.disable_progress_bar()
@@ -246,6 +246,7 @@ class Model:
             logging.set_verbosity(verbosity)
             if progress:
                 logging.enable_progress_bar()
+        # What is missing, has another shape, or is tied to something else.
         if found["missing_keys"]:
             raise UsageError(
                 f"{self} lacks {len(found['missing_keys'])} of the weights that its config.json asks for, such as "
@@ -254,20 +255,20 @@ class Model:
         if found["mismatched_keys"]:
             weight, there, wanted = min(found["mismatched_keys"])
             raise UsageError(
-                f"{self}: {weight} is {tuple(there)}, and its config.json asks for {tuple(wanted)}; are weights and "
-                "config.json of the same model?"
+                f"{self}: {weight} has shape {tuple(there)}, but its config.json asks for {tuple(wanted)}; give "
+                "weights and config.json of the same model."
             )
         for head, embedding in loaded.all_tied_weights_keys.items():
             if {head, embedding} <= self.weight_shapes.keys() and not _same(self.folder, head, embedding):
                 raise UsageError(
-                    f"{self}: {head} and {embedding} differ, and config.json says that they are one "
-                    "(tie_word_embeddings); set it to false."
+                    f"{self}: {head} and {embedding} differ, but config.json ties them (tie_word_embeddings); set it "
+                    "to false."
                 )
 
 
 @lru_cache
 def special_tokens(tokenizer: Any) -> dict[int, str]:
-    """The texts of special tokens by id, also of those, such as a tool call's, that no name of the tokenizer's has."""
+    """Return the texts of special tokens by id, including tokens without a role, such as a tool call's."""
     named = zip(tokenizer.all_special_ids, getattr(tokenizer, "all_special_tokens", ()), strict=False)
     added = getattr(tokenizer, "added_tokens_decoder", {})  # of a fast or slow tokenizer, as against a processor
     return dict(named) | {token: entry.content for token, entry in added.items() if entry.special}
@@ -275,14 +276,14 @@ def special_tokens(tokenizer: Any) -> dict[int, str]:
 
 @lru_cache
 def special_texts(tokenizer: Any) -> re.Pattern[str]:
-    """Finds the letters of special tokens in a text, of which a tokenizer makes those tokens; but no single letter,
-    which is an ordinary token's too."""
+    """Return a pattern that finds the text of special tokens, which a tokenizer turns into those tokens. It leaves out
+    single letters, which are ordinary tokens too."""
     texts = sorted((text for text in special_tokens(tokenizer).values() if len(text) > 1), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
 
 def token_ids(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of ``text`` as training reads it: none is added, such as the BOS that a chat template has anyway
+    """Tokenize ``text`` as training does, which adds no token, such as the BOS that a chat template brings anyway
     (openrlhf 0.11.2, utils/agent.py, SingleTurnAgentExecutor.execute)."""
     return tokenizer(text=text, add_special_tokens=False)["input_ids"]
 
@@ -294,7 +295,7 @@ def _has_auto_map(value: Any) -> bool:
 
 
 def _same(folder: Path, *pair: str) -> bool:
-    """True if the weights with these two names, which are in the folder's safetensors, are equal."""
+    """True if these two weights in the folder's safetensors are equal."""
     from safetensors import safe_open
 
     weights: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Prompts and labels as their files say them, for OpenRLHF's loader of prompts, checks and ``cli.evaluate``."""
+"""Prompts and labels, made from data files for OpenRLHF's prompt loader, for checks and for ``cli.evaluate``."""
 
 import hashlib
 import json
@@ -25,18 +25,18 @@ _content_of, _preprocess = prompts_dataset._str_to_content_list, prompts_dataset
 
 
 class Rows(list[dict[str, Any]]):
-    """A data set as far as upstream's loader of prompts asks."""
+    """The part of a data set's interface that upstream's prompt loader uses."""
 
     def select(self, indices: Iterable[int]) -> "Rows":
-        """The rows at ``indices``."""
+        """Return the rows at ``indices``."""
         return Rows(self[index] for index in indices)
 
 
 class Prompts(PromptDataset):
-    """Upstream's prompts, made by :func:`prompt_and_label`, and what its rows are known by.
+    """Upstream's prompt data set, with prompts by :func:`prompt_and_label` and a digest of its rows.
 
     Attributes:
-        variables: by prompt, what the chat template was given, of rows that have variables of their own.
+        variables: the chat template's variables by prompt, for rows that bring their own.
     """
 
     def __init__(self, dataset: Any, tokenizer: Any, strategy: Any, input_template: str | None = None) -> None:
@@ -53,7 +53,7 @@ class Prompts(PromptDataset):
         try:
             super().__init__(dataset, tokenizer, strategy, input_template)
         except UsageError as error:
-            raise UsageError(f"The prompt of row {len(self.prompts) + 1} cannot be made: {error}.") from error
+            raise UsageError(f"Cannot make the prompt of row {len(self.prompts) + 1}: {error}.") from error
         finally:
             prompts_dataset.preprocess_data = _preprocess
         data = strategy.arguments.data
@@ -61,8 +61,7 @@ class Prompts(PromptDataset):
         self._rows = [_digest([row.get(key) for key in keys]) for row in dataset]
 
     def check_labels(self) -> None:
-        """Raise UsageError for a label that does not arrive where it has to, as of a data set that no check has seen,
-        on the Hub."""
+        """Raise UsageError for a label that cannot be passed on. Data sets on the Hub are checked only here."""
         for row, label in enumerate(self.labels, start=1):
             try:
                 check_label(label, self.strategy.arguments)
@@ -70,7 +69,8 @@ class Prompts(PromptDataset):
                 raise UsageError(f"The label of row {row} {error}") from error
 
     def digest(self, rows: int) -> str:
-        """The first ``rows`` of the data, as they stand there: a prompt may have today's date."""
+        """Return a digest of the first ``rows`` as the data have them; prompts would not do, as they may have a
+        date."""
         return hashlib.sha256(b"".join(self._rows[:rows])).hexdigest()
 
 
@@ -85,17 +85,18 @@ def _digest(values: Sequence[Any]) -> bytes:
 
 
 def prompt_and_label(row: Mapping[str, Any], args: Arguments, tokenizer: Any) -> tuple[str, Any]:
-    """A row's prompt, as the model reads it, and its label, both as upstream makes them, but ``<image>`` is text if
-    the model is one of text. Upstream makes a list of parts of every content with these letters, which many templates
-    print as Python does (openrlhf 0.11.2, datasets/prompts_dataset.py, preprocess_data). A chat template gets what
-    the settings of ``settings/prompts.py`` say. Every command makes its prompts here.
+    """Make a row's prompt, as the model reads it, and its label. Every command makes its prompts here.
+
+    Both are upstream's, but ``<image>`` stays text for a text model. Upstream turns every content with these letters
+    into a list of parts, which many templates print as Python does (openrlhf 0.11.2, datasets/prompts_dataset.py,
+    preprocess_data). A chat template gets its variables from the settings of ``settings/prompts.py``.
 
     Args:
-        tokenizer: the model's; a processor, if it reads images.
+        tokenizer: the model's tokenizer; its processor, if it reads images.
 
     Raises:
-        UsageError: the prompt is neither text nor messages, or has content that is not text and that the model, or
-            its template, does not read; or the template does not print the system prompt or the tools; as a clause.
+        UsageError: as a clause. The prompt is neither text nor messages; or its content is not text, and model or
+            template do not read it; or the template does not print the system prompt or the tools.
     """
     data = args.data
     if not data.apply_chat_template:
@@ -115,8 +116,8 @@ def prompt_and_label(row: Mapping[str, Any], args: Arguments, tokenizer: Any) ->
 
 
 def check_label(label: Any, args: Arguments) -> None:
-    """Raise UsageError, as a clause, for a label that does not fit where this run has to put it: into the JSON that a
-    reward's server gets, or into a checkpoint, for rows and prompts that are trained on later."""
+    """Raise UsageError, as a clause, for a label that this run cannot pass on: to a reward server as JSON, or into a
+    checkpoint with rows and prompts that are trained on later."""
     rewards = [] if args.train.agent_func_path else args.reward.remote_url or []
     server = "--reward.remote_url" if rewards and not rewards[0].endswith(".py") else None
     in_flight = "--train.partial_rollout_enable" if args.train.partial_rollout_enable else None
@@ -130,7 +131,7 @@ def check_label(label: Any, args: Arguments) -> None:
 
 
 def variables_of(row: Mapping[str, Any], data: Data) -> dict[str, Any]:
-    """The variables that the chat template gets for ``row``; raises UsageError, as a clause."""
+    """Return the chat template's variables for ``row``; raises UsageError, as a clause."""
     own = row.get(data.chat_template_kwargs_key) if data.chat_template_kwargs_key else None
     try:
         return template_variables(data.chat_template_kwargs) | template_variables(own or None)
@@ -141,14 +142,14 @@ def variables_of(row: Mapping[str, Any], data: Data) -> dict[str, Any]:
 
 
 def name_unread(names: Iterable[str], tokenizer: Any) -> None:
-    """Print one line with those of the variables ``names`` that no template of ``tokenizer`` reads."""
+    """Print one line that names the variables which no template of ``tokenizer`` reads."""
     from jinja2 import Environment
 
     templates = tokenizer.chat_template
     texts = templates.values() if isinstance(templates, dict) else [templates or ""]
     read = {value for text in texts for _, kind, value in Environment().lex(text) if kind == "name"}
     if unread := sorted({*names} - read):
-        print(f"The chat template does not read {', '.join(unread)}, which has no effect here.", file=sys.stderr)
+        print(f"The chat template does not read {', '.join(unread)}: no effect.", file=sys.stderr)
 
 
 def _tools(row: Mapping[str, Any], data: Data) -> list[dict[str, Any]] | None:
@@ -158,7 +159,9 @@ def _tools(row: Mapping[str, Any], data: Data) -> list[dict[str, Any]] | None:
         try:
             tools = json.loads(given or "null")
         except ValueError as error:
-            raise UsageError(f"its {data.tools_key!r} (--data.tools_key) is no JSON ({error}): {given:.60}") from error
+            raise UsageError(
+                f"its {data.tools_key!r} (--data.tools_key) is not JSON ({error}): {given:.60}"
+            ) from error
     if tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         return tools or None
     raise UsageError(
@@ -167,8 +170,8 @@ def _tools(row: Mapping[str, Any], data: Data) -> list[dict[str, Any]] | None:
 
 
 def _without_null_keys(given: Any) -> Any:
-    """Messages without keys that are null, which Arrow adds and some programs write: a template asks whether a message
-    has ``tool_calls``, or a ``name``. Content may be null, as it is beside tool calls, where many leave it out."""
+    """Remove null keys from messages, because templates ask whether a message has ``tool_calls`` or a ``name``; Arrow
+    and some programs write nulls. Null content stays; beside tool calls, missing content becomes null."""
     if not isinstance(given, list) or not all(isinstance(message, dict) for message in given):
         return given
     messages = [{k: v for k, v in message.items() if v is not None or k == "content"} for message in given]
@@ -176,7 +179,7 @@ def _without_null_keys(given: Any) -> Any:
 
 
 def _messages(row: Mapping[str, Any], data: Data) -> Any:
-    """What the row has as its prompt, after the run's system prompt unless it begins with its own."""
+    """Return the row's prompt, after the run's system prompt unless it begins with one of its own."""
     given = row[data.input_key]
     messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
     has_messages = isinstance(messages, list) and messages and isinstance(messages[0], dict)
@@ -200,7 +203,7 @@ def _made(row: Mapping[str, Any], args: Arguments, tokenizer: Any, template: Any
         if messages and any(not isinstance(message.get("content", ""), str) for message in given):
             texts = [message | {"content": _text_of(message)} for message in given]
             plain, _ = _preprocess({**row, args.data.input_key: texts}, *keys)
-            # Beside tool calls null may say more than that there is no text, but must not be printed as Python's word.
+            # Beside tool calls null may mean more than no text, but a template must not print it as Python's None.
             empty = [message | {"content": message["content"] or ""} for message in texts]
             without_none, _ = _preprocess({**row, args.data.input_key: empty}, *keys)
             prints_none = prompt.count("None") > without_none.count("None")
@@ -214,7 +217,7 @@ def _made(row: Mapping[str, Any], args: Arguments, tokenizer: Any, template: Any
 
 
 def _text_of(message: Mapping[str, Any]) -> Any:
-    """The content of a message as one text; as it is beside tool calls, which may stand alone."""
+    """Return a message's content as one text; beside tool calls, which may stand alone, unchanged."""
     content = message.get("content")
     if "tool_calls" in message:
         return content
@@ -236,11 +239,11 @@ def blending_datasets(
     stopping_strategy: str = "all_exhausted",
     dataset_split: str = "train",
 ) -> Rows:
-    """Like upstream's function of this name, with rows as their files say them (:func:`rows_of`), of which only the
-    columns that prompts are made from are read. Data sets need not have the same types.
+    """Like upstream's function of this name, but read rows as files have them (:func:`rows_of`), and only the columns
+    that prompts need. Data sets may differ in their types.
 
     Raises:
-        UsageError: a data set that cannot be read, or a row without a column.
+        UsageError: a data set cannot be read, or a row lacks a column.
     """
     from datasets import Dataset, interleave_datasets
 
@@ -260,20 +263,20 @@ def blending_datasets(
 
 
 def is_local(name: str) -> bool:
-    """Whether a data set is, or should be, on this host's disk, and not on the Hub."""
+    """True if ``name`` is a data set on this host's disk, or looks like one, rather than a name on the Hub."""
     path = Path(name.partition("@")[0].strip())
     return path.exists() or path.suffix in TABLES or path.is_absolute() or name.startswith(".")
 
 
 def rows_of(args: Arguments, name: str, split: str, flag: str = "data set") -> Iterator[dict[str, Any]]:
-    """Yield the rows of one data set, with the columns that prompts are made from: JSON values and CSV cells as they
-    stand there, from Parquet and Arrow what each file's own types say.
+    """Yield the rows of one data set with the columns that prompts need: JSON values and CSV cells unchanged, Parquet
+    and Arrow values by each file's own types.
 
     Args:
-        args: with ``data``'s keys.
+        args: the arguments with the names of the columns.
         name: a file, a folder or a name on the Hub, perhaps with ``@`` and a folder within.
-        split: of a data set that has several.
-        flag: which named the data set, for messages.
+        split: which split, if the data set has several.
+        flag: the flag that named the data set, for messages.
 
     Raises:
         UsageError: it cannot be read or is empty, or a row lacks the column of prompts or labels.
@@ -293,11 +296,11 @@ def rows_of(args: Arguments, name: str, split: str, flag: str = "data set") -> I
                     )
             yield {key: row[key] for key in wanted if key is not None and key in row}
         if not number:
-            raise UsageError(f"{folder} has no rows.")
+            raise UsageError(f"{folder} has no rows; give a data set with some.")
     except UsageError as error:
         raise UsageError(f"{flag} {error}") from error
     except Exception as error:  # datasets wraps parsers that raise their own types
-        if not is_local(name):  # the Hub, which another try may reach
+        if not is_local(name):  # on the Hub, which may be reached the next time
             raise
         kind = TABLES.get(Path(folder).suffix, "a data set")
         raise UsageError(f"{flag} {folder} cannot be read as {kind}: {one_line(error.__cause__ or error)}") from error
@@ -308,11 +311,12 @@ def _rows(
 ) -> Iterator[Mapping[str, Any]]:
     import datasets
 
+    # Find its splits: files of tables, or what save_to_disk, ModelScope or a builder of datasets gives.
     folder, _, data_dir = (part.strip() for part in name.partition("@"))
     path, config = Path(folder), None
     splits: Mapping[str, Any]
     if path.suffix in TABLES and not path.is_dir():
-        path.stat()  # or it says that there is no such file
+        path.stat()  # raises if there is no such file
         kind, splits = TABLES[path.suffix], {"train": [str(path)]}
     elif (path / "state.json").exists() or (path / "dataset_dict.json").exists():  # written by save_to_disk
         kind, loaded = "", datasets.load_from_disk(folder)
@@ -328,6 +332,7 @@ def _rows(
             splits = config.data_files if is_table else datasets.load_dataset(folder, data_dir=data_dir or None)
     if split not in splits:
         raise UsageError(f"{folder} has no split {split!r}{_SPLIT_FLAGS.get(flag, '')}; it has {', '.join(splits)}.")
+    # Read files of tables here: datasets would convert the values to the types of the first rows.
     if kind not in TABLES.values():
         yield from _table_rows(splits[split], wanted)
         return
@@ -337,14 +342,14 @@ def _rows(
             yield from json_rows(file)
         elif kind == "csv":
             yield from csv_rows(file, getattr(config, "sep", ","))
-        else:  # one at a time: several would be converted to the types of the first
+        else:  # one at a time: datasets would convert all files to the types of the first
             with _quiet():
                 table = datasets.load_dataset(kind, data_files=file, split="train")
             yield from _table_rows(table, wanted)
 
 
 def _is_plain(config: Any) -> bool:
-    """True if a data set's README.md asks for no other way of reading its files than a separator."""
+    """True if a data set's README.md changes nothing but the separator in how its files are read."""
     default = vars(type(config)())
     elsewhere = ("name", "version", "data_dir", "data_files", "description", "features", "sep", "delimiter")
     return all(value == default[name] for name, value in vars(config).items() if name not in elsewhere)
@@ -365,8 +370,8 @@ def _table_rows(table: Any, wanted: Sequence[str | None]) -> Iterator[dict[str, 
 
 
 def _without_nulls(value: Any, outer: bool) -> Any:
-    """``value`` without the keys that Arrow adds to an object because another row's has them; without ``outer`` those
-    of the outermost objects, which are messages, stay (:func:`_without_null_keys`)."""
+    """Remove null keys, which Arrow adds to an object because another row has them. Without ``outer``, keys of the
+    outermost objects, which are messages, stay (:func:`_without_null_keys`)."""
     if isinstance(value, dict):
         return {key: _without_nulls(part, True) for key, part in value.items() if part is not None or not outer}
     return [_without_nulls(part, outer) for part in value] if isinstance(value, list) else value

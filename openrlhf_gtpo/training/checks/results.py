@@ -1,4 +1,4 @@
-"""What earlier runs have left in a run's folders: what it goes on from, and what it must not replace."""
+"""Earlier runs' files in a run's folders: what it resumes from, and what it must not replace."""
 
 from contextlib import suppress
 from operator import attrgetter
@@ -23,35 +23,33 @@ from openrlhf_gtpo.training.checks.origin import ORIGIN, Origin
 
 
 def checkpoint_folders(args: Arguments) -> list[Path]:
-    """The folder of the actor's checkpoints and, in a run with a critic, of those that are only useful with them."""
+    """Return the folder of the actor's checkpoints and, in a run with a critic, the critic's; both are needed."""
     roles = ("_actor", "_critic") if args.critic.model_name_or_path else ("_actor",)
     return [Path(args.ckpt.path, role) for role in roles]
 
 
 def resumes(args: Arguments) -> bool:
-    """True if the command line has the run go on from a checkpoint."""
+    """True if the run resumes from a checkpoint."""
     return bool(args.ckpt.load_enable) and newest_whole(*checkpoint_folders(args)) is not None
 
 
 def way_on(args: Arguments) -> str:
-    """What a run that ended early can be gone on from, as the end of a sentence."""
+    """Say how to resume a run that ended early, as the end of a sentence."""
     newest = None
     if not args.ckpt.disable_ds:
         with suppress(CheckpointError):
             newest = newest_whole(*checkpoint_folders(args))
     if newest is None:
-        again = (
-            "" if args.ckpt.disable_ds else "; the same command with --ckpt.load_enable begins again in its folders"
-        )
-        return f"there is no checkpoint to go on from{again}"
-    return f"the same command with --ckpt.load_enable goes on from {newest}"
+        again = "" if args.ckpt.disable_ds else "; rerun with --ckpt.load_enable to start over in the same folders"
+        return f"no checkpoint to resume from{again}"
+    return f"rerun with --ckpt.load_enable to resume from {newest}"
 
 
 def check_earlier_runs(args: Arguments) -> None:
-    """Refuse to replace what an earlier run has left, and to go on from what cannot be loaded.
+    """Refuse to replace an earlier run's results, or to resume from what cannot be loaded.
 
     Raises:
-        UsageError: as the checks below.
+        UsageError: from the checks below.
     """
     check_checkpoints(args)
     check_metrics_file(args)
@@ -59,13 +57,14 @@ def check_earlier_runs(args: Arguments) -> None:
 
 
 def check_checkpoints(args: Arguments) -> None:
-    """Refuse to start anew in a folder with checkpoints or models that the new run's would replace, and to go on from
+    """Refuse to start over in a folder whose checkpoints or models the new run would replace, or to resume from
     checkpoints that cannot be loaded.
 
     Raises:
-        UsageError: ``--ckpt.path`` has such files, or lacks the checkpoint that ``--ckpt.load_tag`` names, or it has
-            rows that were sampled with other settings.
+        UsageError: ``--ckpt.path`` has such files, or lacks the checkpoint that ``--ckpt.load_tag`` names, or its
+            rows were sampled with other settings.
     """
+    # A new run.
     ckpt, folders = args.ckpt, checkpoint_folders(args)
     if not ckpt.load_enable:
         there = sorted({name for folder in folders for name in names(folder)})
@@ -73,7 +72,7 @@ def check_checkpoints(args: Arguments) -> None:
         if there and not ckpt.disable_ds:
             raise UsageError(
                 f"--ckpt.path {ckpt.path} has checkpoints of an earlier run ({', '.join(there)}), which this one "
-                "would replace; give --ckpt.load_enable to go on from them, or another folder to start anew."
+                "would replace; give --ckpt.load_enable to resume from them, or another folder to start over."
             )
         if models:
             raise UsageError(
@@ -81,14 +80,15 @@ def check_checkpoints(args: Arguments) -> None:
                 "give another folder."
             )
         return
+    # A resumed one: find its checkpoint, with the critic's part.
     try:
         path = candidate(folders, ckpt.load_tag)
         if path is not None and ckpt.load_tag is None:
             path = newest_whole(*folders)
             if path is None:
                 raise CheckpointError(
-                    f"none of the checkpoints in {folders[0]} is whole ({', '.join(names(folders[0]))}); give another "
-                    "folder to start anew."
+                    f"none of the checkpoints in {folders[0]} is complete ({', '.join(names(folders[0]))}); give "
+                    "another folder to start over."
                 )
         backend = backend_of(path) if path is not None else args.actor.backend
         places = [] if path is None else [folder / path.name for folder in folders]
@@ -96,12 +96,13 @@ def check_checkpoints(args: Arguments) -> None:
     except CheckpointError as error:
         flag = "--ckpt.load_enable" if ckpt.load_tag is None else "--ckpt.load_tag"
         raise UsageError(f"{flag}: {error}") from error
+    # Backend, settings and number of processes must fit this run.
     if backend != args.actor.backend:
         raise UsageError(
             f"--ckpt.load_enable: {path} was written with --actor.backend {backend}; give that, or another folder."
         )
     saved = manifests[0].get(ORIGIN) if manifests else None
-    list(Origin(args).differences(saved or {}))  # of which the controller prints those that are not refused
+    list(Origin(args).differences(saved or {}))  # raises; the controller prints the others
     for role, place, manifest in zip(("actor", "critic"), places, manifests):
         before = manifest.get("world_size")
         now = getattr(args, role).num_nodes * getattr(args, role).num_gpus_per_node
@@ -114,10 +115,10 @@ def check_checkpoints(args: Arguments) -> None:
 
 
 def check_results(args: Arguments) -> None:
-    """Refuse to write the trained model over another one.
+    """Refuse to write the trained model over another model.
 
     Raises:
-        UsageError: ``--ckpt.output_dir`` holds a model, and this run does not continue one that may have written it.
+        UsageError: ``--ckpt.output_dir`` holds a model, and this run does not resume one that may have written it.
     """
     output = Path(args.ckpt.output_dir)
     for role in ("actor", "reward", "critic"):
@@ -138,16 +139,16 @@ def check_results(args: Arguments) -> None:
 
 
 def check_metrics_file(args: Arguments) -> None:
-    """Refuse to add to the metrics of a run that this one does not continue, or to a file of another kind; and to go
-    on with another estimator or seed from the run's checkpoint.
+    """Refuse to append to the metrics of a run that this one does not resume, or to another kind of file; and to
+    resume a run with another estimator or seed.
 
-    If ``--ckpt.load_enable`` finds no checkpoint of a run that did not end, that run died before its first one; the
-    new start is another run in the same file, as a requeued job needs. So it is after a run that died in its first
-    step.
+    If an unfinished run has no checkpoint for ``--ckpt.load_enable``, it died before its first one. The new start is
+    then another run in the same file, as a requeued job needs. The same holds after a run that died in its first step.
 
     Raises:
         UsageError: ``--logger.metrics_path`` holds such a run, or cannot be written.
     """
+    # A file with metrics of earlier runs.
     path = args.logger.metrics_path
     if not path:
         return
@@ -158,30 +159,31 @@ def check_metrics_file(args: Arguments) -> None:
         rows = read_runs(path)[-1]
     except ValueError as error:
         raise UsageError(f"--logger.metrics_path: {error}; name a new file.") from error
+    # A resumed run has the estimator and the seed of its earlier part.
     if resumes(args):
         start: dict[str, Any] = next((row for row in reversed(rows) if row["kind"] == KIND_RUN), {})
         for name, flag in (("estimator", "algo.advantage.estimator"), ("seed", "train.seed")):
             now = attrgetter(flag)(args)
             if start.get(name, now) != now:
                 raise UsageError(
-                    f"--logger.metrics_path {path} holds a run with --{flag} {start[name]}, whose checkpoint "
-                    f"--ckpt.load_enable goes on from, and this one has {now}; give the same, or other folders for "
-                    "another run."
+                    f"--logger.metrics_path {path} holds a run with --{flag} {start[name]}, but this run, which "
+                    f"resumes from its checkpoint, has {now}; give the same, or other folders for another run."
                 )
         return
+    # A new run may follow only one that died before its first checkpoint.
     if not any(row["step"] for row in rows):
         return
     ended, steps = any(row.get("ended") for row in rows), max(row["step"] for row in rows)
     if not ended and not args.ckpt.load_enable and newest_whole(*checkpoint_folders(args)) is None:
         raise UsageError(
             f"--logger.metrics_path {path} holds a run of {steps} steps that died before its first checkpoint; give "
-            "--ckpt.load_enable to begin again in its folders, or choose another folder."
+            "--ckpt.load_enable to start over in its folders, or choose another folder."
         )
     if ended or not args.ckpt.load_enable:
         why = "--ckpt.load_enable is not given"
         if args.ckpt.load_enable:
             why = f"--ckpt.path {args.ckpt.path} has no checkpoint"
         raise UsageError(
-            f"--logger.metrics_path {path} holds a run of {steps} steps, and {why} to go on with it; choose another "
-            "folder for this run, or remove the earlier one."
+            f"--logger.metrics_path {path} holds a run of {steps} steps, and {why} to resume it; choose another "
+            "folder for this run, or remove the earlier run."
         )

@@ -1,4 +1,4 @@
-"""What a run's reward comes from: an agent, a function, servers or a model."""
+"""The source of a run's reward: an agent, a function, servers or a model."""
 
 import inspect
 import os
@@ -17,8 +17,8 @@ from openrlhf_gtpo.training.arguments import Arguments
 
 
 def check_reward(args: Arguments) -> Any:
-    """Refuse an agent or reward function that cannot be imported, of which the run would hear once it has sampled.
-    Returns the agent's ``AgentExecutor``, or the function; None for a server or a model."""
+    """Import the agent's ``AgentExecutor`` or the reward function; None for a server or a model. Refuse one that
+    cannot be imported, because the run would only fail after sampling."""
     urls = args.reward.remote_url
     if args.train.agent_func_path:
         return import_file(args.train.agent_func_path, "--train.agent_func_path", "AgentExecutor")
@@ -26,8 +26,7 @@ def check_reward(args: Arguments) -> Any:
         return None  # a model
     if len(urls) > 1 and any(url.endswith(".py") for url in urls):
         raise UsageError(
-            f"--reward.remote_url {','.join(urls)}: servers take turns, but OpenRLHF calls only one Python file; give "
-            "one."
+            f"--reward.remote_url {','.join(urls)}: servers take turns, but OpenRLHF calls only one Python file; give one."
         )
     if urls[0].endswith(".py"):
         return import_reward(urls[0])
@@ -38,13 +37,13 @@ def check_reward(args: Arguments) -> Any:
 
 
 def import_reward(file: str) -> Callable[..., Any]:
-    """``reward_func`` of a Python file."""
+    """Import ``reward_func`` from a Python file."""
     return import_file(file, "--reward.remote_url", "reward_func")
 
 
 def takes_responses(function: Callable[..., Any]) -> bool:
-    """Whether a reward function, or what stands beside it, names the argument ``responses``: the responses' texts
-    without the special tokens that ``queries`` have."""
+    """True if a reward function, or one beside it, has the argument ``responses``: texts without the special tokens
+    that ``queries`` contain."""
     try:
         return "responses" in inspect.signature(function).parameters
     except ValueError:  # a compiled function may have no signature to read
@@ -52,15 +51,15 @@ def takes_responses(function: Callable[..., Any]) -> bool:
 
 
 def load_agent(file: str) -> Any:
-    """An agent file's ``AgentExecutor``, made."""
+    """Make the ``AgentExecutor`` of an agent's file."""
     return import_file(file, "--train.agent_func_path", "AgentExecutor")()
 
 
 def import_file(file: str, flag: str, name: str) -> Callable[..., Any]:
-    """Return ``name`` from a Python file; refuse a file that cannot be imported, or lacks it.
+    """Import ``name`` from a Python file; refuse a file that cannot be imported or lacks it.
 
-    The file is a module of its own name, which dataclasses look up and another process imports to unpickle what it is
-    sent; its folder is the last on ``sys.path``, for what lies beside it.
+    The module has the file's name: dataclasses look it up, and other processes import it to unpickle objects. The
+    file's folder comes last on ``sys.path``, so that it can import its neighbors.
     """
     path = os.path.abspath(file)
     module_name = Path(path).stem.replace(".", "_")
@@ -68,7 +67,7 @@ def import_file(file: str, flag: str, name: str) -> Callable[..., Any]:
         sys.path.append(folder)
     known = find_spec(module_name)
     if known and os.path.realpath(known.origin or "") != os.path.realpath(path):
-        module_name += "_file"  # a library's place is not taken
+        module_name += "_file"  # keeps a library's name free
     spec = spec_from_loader(module_name, SourceFileLoader(module_name, path))
     assert spec is not None and spec.loader is not None
     module = sys.modules[module_name] = module_from_spec(spec)
@@ -84,8 +83,8 @@ _signal, _named = signal.signal, set[str]()
 
 
 def _signal_or_note(signalnum: Any, handler: Any) -> Any:
-    """``signal.signal``, with a line if a thread calls it, where it raises: a reward that swallows this, as around
-    Math-Verify with its limits of time, would score every response alike."""
+    """Call ``signal.signal``, and print a line if a thread calls it, where it raises. A reward that swallows the
+    error, as code around Math-Verify's time limits does, would score all responses alike."""
     try:
         return _signal(signalnum, handler)
     except ValueError:
@@ -96,7 +95,7 @@ def _signal_or_note(signalnum: Any, handler: Any) -> Any:
                 _named.add(place)
                 print(
                     f"Note: signal.signal raises ValueError in a thread, where rewards and agents run: {place}. If "
-                    "that is swallowed, a reward is wrong; limit time in another way (docs/train.md).",
+                    "your code swallows that, rewards are wrong; limit time in another way (docs/train.md).",
                     file=sys.stderr,
                     flush=True,
                 )

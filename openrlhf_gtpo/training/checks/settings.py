@@ -1,8 +1,8 @@
-"""Settings that contradict each other, whatever model and data are: tables of what is wrong and the sentence for it.
+"""Settings that contradict each other with any model and data: tables of conditions, each with its sentence.
 
-A row is there if training would go on and learn something else, or fail after engines and models have loaded. What
-OpenRLHF, vLLM or DeepSpeed refuse within the first minute is left to them, and what upstream's own estimators do with
-a setting is up to upstream.
+A row is here if training would silently learn something else, or fail only after engines and models have loaded.
+OpenRLHF, vLLM and DeepSpeed refuse other mistakes themselves within a minute. What upstream's own estimators do with a
+setting is up to upstream.
 """
 
 from collections.abc import Iterator
@@ -14,15 +14,11 @@ from openrlhf_gtpo.training.checks.model import Model
 from openrlhf_gtpo.training.credit.entropy_credit import entropy_credit
 from openrlhf_gtpo.training.credit.old_policy import count_rows
 
-Refusal = tuple[object, str]  # whether it is broken, and the sentence that says so
+Refusal = tuple[object, str]  # whether the rule is broken, and the sentence that says so
 
 
 def refuse(*rules: Refusal) -> None:
-    """Refuse what breaks a rule.
-
-    Raises:
-        UsageError: the sentence of the first that is broken.
-    """
+    """Raise UsageError with the sentence of the first broken rule."""
     for broken, sentence in rules:
         if broken:
             raise UsageError(sentence)
@@ -43,15 +39,15 @@ def check_settings(args: Arguments) -> None:
 
 
 def check_images(args: Arguments, policy: Model) -> None:
-    """Refuse images where a run would leave them out without a word, or lose them with a checkpoint.
+    """Refuse images where a run would silently drop them, or lose them with a checkpoint.
 
     Raises:
-        UsageError: it would, or entropy credit is asked for a policy that reads images.
+        UsageError: the run would, or it asks for entropy credit with a policy that reads images.
     """
     estimator, images = args.algo.advantage.estimator, args.data.max_images_per_prompt
     if estimator in ESTIMATORS and (images or policy.reads_images):
         raise UsageError(
-            f"--algo.advantage.estimator {estimator} has no credit for image positions yet, which {policy} with "
+            f"--algo.advantage.estimator {estimator} does not support images yet, which {policy} with "
             f"--data.max_images_per_prompt {images} reads; use a text model, or one of OpenRLHF's own estimators."
         )
     without = ["--train.async_enable"] if args.train.async_enable else []  # its checkpoints hold rows
@@ -59,13 +55,13 @@ def check_images(args: Arguments, policy: Model) -> None:
     without += [] if args.rollout.is_sampled else ["rows that the run does not sample"]
     if images and without:
         raise UsageError(
-            f"--data.max_images_per_prompt {images} cannot be combined with {without[0]}, which has no images; leave "
+            f"--data.max_images_per_prompt {images} cannot be combined with {without[0]}, which drops images; leave "
             "one of them out."
         )
 
 
 def _every_run(args: Arguments) -> Iterator[Refusal]:
-    """What fails or misleads with every estimator."""
+    """Settings that fail or mislead with every estimator."""
     from transformers import SchedulerType
 
     transfer = "whose transfer is OpenRLHF's own; leave one of them out."
@@ -76,15 +72,15 @@ def _every_run(args: Arguments) -> Iterator[Refusal]:
             schedule not in schedules,
             f"Expected --{role}.lr_scheduler to be one of {', '.join(schedules)}, got {schedule}.",
         )
-    yield args.ds.load_in_4bit, "--ds.load_in_4bit packs the weights into bytes, which vLLM cannot load; leave it out."
+    yield args.ds.load_in_4bit, "--ds.load_in_4bit packs weights into bytes that vLLM cannot load; leave it out."
     yield (
         args.vllm.sync_checksum and args.vllm.sync_with_ray,
         f"--vllm.sync_checksum cannot be combined with --vllm.sync_with_ray, {transfer}",
     )
     yield (
         args.vllm.sync_checksum and args.actor.freeze_visual_encoder,
-        "--vllm.sync_checksum cannot be combined with --actor.freeze_visual_encoder, which sends a part of the model; "
-        "leave one of them out.",
+        "--vllm.sync_checksum cannot be combined with --actor.freeze_visual_encoder, which sends only a part of the "
+        "model; leave one of them out.",
     )
     yield (
         args.rollout.is_sampled and not args.data.prompt_dataset,
@@ -93,15 +89,16 @@ def _every_run(args: Arguments) -> Iterator[Refusal]:
 
 
 def _deepspeed(args: Arguments) -> Iterator[Refusal]:
-    """What DeepSpeed 0.19.6 fails on once engines are up, or trains otherwise without a word: Muon is plain SGD
-    outside zero/stage_1_and_2.py and stage3.py, a loss in fp16 is not scaled without ZeRO (engine.py, backward), and
-    gradients are not added up in fp32 where ZeRO 2 divides them (stage_1_and_2.py)."""
+    """Settings with which DeepSpeed 0.19.6 fails once engines are up, or silently trains otherwise. Outside
+    zero/stage_1_and_2.py and stage3.py Muon is plain SGD. Without ZeRO a loss in fp16 is not scaled (engine.py,
+    backward). Where ZeRO 2 divides gradients, it does not add them up in fp32 (stage_1_and_2.py)."""
     ds, stage, zero = args.ds, args.ds.zero_stage, f"--ds.zero_stage {args.ds.zero_stage}"
     in_fp32, added = ds.grad_accum_dtype == "fp32", f"--ds.grad_accum_dtype {ds.grad_accum_dtype}"
     yield (
         ds.grad_accum_dtype not in (None, "bf16", "fp16", "fp32"),
         f"Expected --ds.grad_accum_dtype to be bf16, fp16 or fp32, got {ds.grad_accum_dtype}.",
     )
+    # For each model on DeepSpeed: optimizer, precision and offload against the ZeRO stage.
     roles = ["actor"] if args.actor.backend == "deepspeed" else []
     for role in [*roles, "critic"] if args.critic.model_name_or_path else roles:
         section = getattr(args, role)
@@ -129,7 +126,8 @@ def _deepspeed(args: Arguments) -> Iterator[Refusal]:
 
 
 def _shared_gpus(args: Arguments) -> Iterator[Refusal]:
-    """Groups that would take more GPUs than they share, for which Ray waits. The other sizes upstream compares."""
+    """Groups that would need more GPUs than they share, for which Ray would wait. Upstream compares the other
+    sizes."""
     gpus = args.actor.num_nodes * args.actor.num_gpus_per_node
     if not args.train.colocate_all or (args.train.colocate_critic_reward and args.critic.model_name_or_path):
         return
@@ -143,7 +141,8 @@ def _shared_gpus(args: Arguments) -> Iterator[Refusal]:
 
 
 def _entropy_weighted(args: Arguments) -> Iterator[Refusal]:
-    """What GTPO, GRPO-S and their kin would learn wrongly from, or nothing."""
+    """Settings with which GTPO, GRPO-S and the like would learn nothing, or from wrong numbers."""
+    # Sampling: several responses, from the whole distribution.
     estimator, rollout = args.algo.advantage.estimator, args.rollout
     yield (
         rollout.n_samples_per_prompt < 2,
@@ -152,19 +151,20 @@ def _entropy_weighted(args: Arguments) -> Iterator[Refusal]:
     )
     yield (
         rollout.top_p != 1,
-        f"--rollout.top_p {rollout.top_p:g} cannot be combined with --algo.advantage.estimator {estimator}: entropies "
-        "are those of the whole distribution; leave it out.",
+        f"--rollout.top_p {rollout.top_p:g} cannot be combined with --algo.advantage.estimator {estimator}, whose "
+        "entropies cover the whole distribution; leave it out.",
     )
     yield (
         ESTIMATORS[estimator].leaves_out and args.algo.kl.init_coef > 0 and not args.algo.kl.use_loss,
-        f"--algo.advantage.estimator {estimator} leaves out the tokens that it gives no credit, and the KL in the "
-        "reward brings them back; give --algo.kl.use_loss, or --algo.kl.init_coef 0.",
+        f"--algo.advantage.estimator {estimator} leaves tokens without credit out of training, but the KL in the "
+        "reward gives them some; give --algo.kl.use_loss, or --algo.kl.init_coef 0.",
     )
+    # Lengths: the penalty counts back from a limit, and a prompt has to fit beside the response.
     buffer, longest = args.reward.overlong_buffer_len, rollout.max_new_tokens
     yield (
         buffer is not None and not longest,
-        f"--reward.overlong_buffer_len {buffer or 0:g} counts back from the longest response, which nothing limits "
-        "but --data.max_len, the prompt included; give --rollout.max_new_tokens too.",
+        f"--reward.overlong_buffer_len {buffer or 0:g} counts back from the longest response, but only --data.max_len "
+        "limits it, together with its prompt; give --rollout.max_new_tokens too.",
     )
     yield (
         buffer is not None and longest and not 0 < buffer < longest,
@@ -172,32 +172,37 @@ def _entropy_weighted(args: Arguments) -> Iterator[Refusal]:
     )
     yield (
         longest and longest >= args.data.max_len,
-        f"Expected --rollout.max_new_tokens < --data.max_len {args.data.max_len}, for a prompt to fit, got {longest}.",
+        f"Expected --rollout.max_new_tokens < --data.max_len {args.data.max_len}, so that a prompt fits, got "
+        f"{longest}.",
     )
-    yield (  # all responses to a prompt would be the same
+    yield (  # 0 would make all responses to a prompt equal
         not rollout.temperature > 0,
         f"Expected --rollout.temperature > 0, got {rollout.temperature:g}.",
     )
 
 
 def _asynchronous(args: Arguments) -> Iterator[Refusal]:
-    """What would learn wrongly from rows of the policy of one step before, or would not be sampled as it was asked."""
+    """Settings that mislead training on rows of the previous step's policy, or that sampling ahead does not honor."""
     estimator, train, batch = args.algo.advantage.estimator, args.train, args.rollout.vllm_generate_batch_size
     yield (
         estimator in ESTIMATORS and args.rollout.entropy != "sampler",
         f"--train.async_enable with --algo.advantage.estimator {estimator} needs the entropies of the policy that "
-        "sampled a token, which is no longer there when the token is trained on; give --rollout.entropy sampler.",
+        "sampled a token, but the actor has changed since; give --rollout.entropy sampler.",
     )
     yield (
         args.algo.advantage.is_correction_level == "off",
-        "--train.async_enable trains on rows of an earlier policy, and so needs a correction; give "
+        "--train.async_enable trains on rows of an earlier policy and needs a correction for that; give "
         "--algo.advantage.is_correction_level token --algo.advantage.is_correction_mode clip "
         "--algo.advantage.is_correction_threshold 5 too.",
     )
     if train.partial_rollout_enable:
         yield from _in_flight(args)
     for broken, flag, why in (
-        (train.async_queue_size > 1, f"--train.async_queue_size {train.async_queue_size}", "one rollout is ahead"),
+        (
+            train.async_queue_size > 1,
+            f"--train.async_queue_size {train.async_queue_size}",
+            "only one rollout is ahead",
+        ),
         (
             batch > args.rollout.batch_size,
             f"--rollout.vllm_generate_batch_size {batch}",
@@ -208,30 +213,30 @@ def _asynchronous(args: Arguments) -> Iterator[Refusal]:
 
 
 def _in_flight(args: Arguments) -> Iterator[Refusal]:
-    """What weights that change within a response would leave to chance, or unsaid."""
+    """Settings that weights changing within a response would make random, or unknown."""
     yield (
         args.rollout.entropy != "sampler",
-        "--train.partial_rollout_enable needs to know which weights drew a token, which vLLM's sampler says with its "
-        "entropy; give --rollout.entropy sampler, and with an estimator that reads none --logger.entropy_enable.",
+        "--train.partial_rollout_enable needs to know which weights drew a token, which only vLLM's sampler reports, "
+        "with entropies; give --rollout.entropy sampler, and with OpenRLHF's estimators --logger.entropy_enable too.",
     )
     for broken, flag, why in (
         (
             args.train.full_determinism_enable and args.train.max_staleness > 0,
             "--train.full_determinism_enable",
-            "where weights change within a response depends on time; leave one of them out, or give "
+            "timing decides where weights change within a response; leave one of them out, or give "
             "--train.max_staleness 0",
         ),
         (
             args.vllm.sync_with_ray,
             "--vllm.sync_with_ray",
-            "OpenRLHF's transfer does not say of which step the weights are; leave one of them out",
+            "OpenRLHF's transfer does not tell engines the step of the weights; leave one of them out",
         ),
     ):
         yield broken, f"{flag} cannot be combined with --train.partial_rollout_enable: {why}."
 
 
 def _check_algorithm(args: Arguments) -> None:
-    """Refuse settings that estimator or loss refuse, in processes that have loaded a model by then."""
+    """Refuse what estimator or loss would refuse later, in processes that have loaded a model by then."""
     from openrlhf_gtpo.training.credit.loss import make_policy_loss
 
     entropy_credit(args)

@@ -1,4 +1,5 @@
-"""Whether a run computes a group's prompt once (``--train.shared_prompts``): where it would be the same, and known."""
+"""Whether a run computes a group's prompt once (``--train.shared_prompts``): where the result is known to be the
+same."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -10,9 +11,9 @@ from openrlhf_gtpo.training import host
 from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.checks.model import Model
 
-# Attentions that OpenRLHF's flag chooses by default, or that stand in for them; another was asked for on purpose.
+# OpenRLHF's default attention and its substitutes; any other was chosen on purpose.
 _REPLACED = ("flash_attention_2", "sdpa", "varlen")
-# Of Transformers' families those whose decoder hands its attention whatever it is given.
+# Transformers' families whose decoder passes unknown arguments on to its attention.
 FAMILIES = frozenset(
     {"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "olmo2", "olmo3", "smollm3"}
 )
@@ -21,10 +22,11 @@ _NAME = "shared_prompts"  # of the attention on DeepSpeed (actors/shared_prompts
 
 
 def decide(args: Arguments, models: Sequence[Model]) -> dict[str, Any]:
-    """``train.shares_prompts``, and on DeepSpeed the attention of all models, by flag; say which it is.
+    """Decide ``train.shares_prompts`` and print it; returns it and, on DeepSpeed, the attention of all models, by
+    flag.
 
     Args:
-        models: of the run, the policy's first. On Megatron the others, which stay on DeepSpeed, do not share.
+        models: the run's models, the policy's first. With Megatron the others stay on DeepSpeed and do not share.
     """
     if args.actor.backend == "megatron":
         models = models[:1]
@@ -40,24 +42,24 @@ def decide(args: Arguments, models: Sequence[Model]) -> dict[str, Any]:
 
 
 def _hindrances(args: Arguments, models: Sequence[Model]) -> Iterator[str]:
-    """Why each response has its own prompt."""
+    """Yield reasons to compute a prompt with each response."""
     if args.train.shared_prompts == "off":
         yield "--train.shared_prompts off"
     if args.actor.backend == "megatron":
         if args.megatron.context_parallel_size > 1:
             yield "--megatron.context_parallel_size cuts rows into chunks"
         if not host.is_installed("transformer-engine") and not _has_kernels():
-            yield "neither Transformer Engine nor flash-attn nor torch 2.11 is here"
+            yield "neither Transformer Engine nor flash-attn nor torch 2.11 is installed"
     else:
         yield from _on_deepspeed(args)
     if args.ds.lora.rank and args.ds.lora.dropout:
-        yield "--ds.lora.dropout drops other entries in each row"
+        yield "--ds.lora.dropout drops different entries in each row"
     for model in models:
         yield from _of_model(model.config, str(model))
         if args.actor.backend == "deepspeed" and any(getattr(model.config, name, 0) for name in _DROPOUTS):
             yield f"{model} has dropout"
         if args.actor.trust_remote_code and getattr(model.config, "auto_map", None):
-            yield f"{model} brings code of its own"
+            yield f"{model} brings its own code"
 
 
 def _on_deepspeed(args: Arguments) -> Iterator[str]:
@@ -77,19 +79,19 @@ def _on_deepspeed(args: Arguments) -> Iterator[str]:
     if platform.chosen_platform() == "cuda" and ds.param_dtype not in ("bf16", "fp16"):
         yield f"--ds.param_dtype {ds.param_dtype} has no FlashAttention"
     if not _has_kernels():
-        yield "neither flash-attn nor torch 2.11 is here"
+        yield "neither flash-attn nor torch 2.11 is installed"
 
 
 def _has_kernels() -> bool:
-    """Whether attention with more keys than queries has a kernel on this host; a CPU needs none."""
+    """True if this host has a kernel for attention with more keys than queries, or is a CPU, which needs none."""
     on_cuda = platform.chosen_platform() == "cuda"
     return not on_cuda or host.is_installed("flash-attn") or varlen_attention.is_available()
 
 
 def _of_model(config: Any, name: str) -> Iterator[str]:
     if config.model_type not in FAMILIES:
-        yield f"{name} is of the family {config.model_type}, of which it is not known that this is the same"
+        yield f"shared prompts are untested with {name}'s family {config.model_type}"
     kinds = set(getattr(config, "layer_types", None) or ())
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if kinds - {"full_attention"} or (not kinds and window is not None):
-        yield f"{name} has layers that see a window of tokens"
+        yield f"{name} has sliding-window layers"

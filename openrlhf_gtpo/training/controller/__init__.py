@@ -1,1 +1,1 @@
-"""The controller of a run: the loop over steps, its costs, checkpoints, stops and failures."""
+"""The controller of a run: its parts, costs, checkpoints, stops and failures. ``step.py`` has the loop over steps."""

@@ -1,4 +1,4 @@
-"""The disk for checkpoints, and whether one fits on it. Must not import Ray, which the driver has not set up yet."""
+"""Checks of the disks for results. Must not import Ray, which the driver has not set up yet."""
 
 import math
 import os
@@ -15,13 +15,13 @@ from openrlhf_gtpo.training.settings.run import steps_in_flight
 # Bytes per parameter: the weight in bfloat16; the weight in float32 with Adam's two moments.
 _WEIGHT_BYTES = 2
 _STATE_BYTES = 12
-# Of a row's token: its number, whether it is an action, log-prob, version, and the sampler's two values.
+# Per token of a row: its number, whether it is an action, log-prob, version, and the sampler's two values.
 _TOKEN_BYTES = 4 + 1 + 4 + 4 + 8
 
 
 def writes_checkpoints(args: Arguments) -> bool:
-    """True if the run was told to save or load checkpoints, or is to keep the one that an evaluation finds best, as
-    upstream does whatever ``--ckpt.save_steps`` says; a request to stop may make any run save one."""
+    """True if the run was told to save or load checkpoints, or keeps the best one by an evaluation, as upstream does
+    with any ``--ckpt.save_steps``. A request to stop may make any other run save one too."""
     ckpt = args.ckpt
     keeps_best = args.eval.dataset and math.isfinite(args.eval.steps) and ckpt.best_metric_key != "none"
     return not ckpt.disable_ds and bool(
@@ -30,24 +30,26 @@ def writes_checkpoints(args: Arguments) -> bool:
 
 
 def check_room(args: Arguments, model: Model) -> None:
-    """Refuse result folders that cannot be written to, a disk on which no checkpoint can be written, and one without
-    room for the trained model or for even one checkpoint, if the model's size and the free space are known.
+    """Refuse folders that cannot be written to, and disks that cannot hold a checkpoint, or lack room for the trained
+    model or for one checkpoint, if the model's size and the free space are known.
 
-    Disk quotas are not checked. A disk with room for one checkpoint but not for ``--ckpt.max_num`` of them passes.
+    Does not check disk quotas. A disk with room for one checkpoint but not for ``--ckpt.max_num`` of them passes.
 
     Raises:
-        UsageError: a folder cannot be written to, or what goes there does not fit.
+        UsageError: a folder cannot be written to, or its contents would not fit.
     """
     folders = {"--ckpt.output_dir": args.ckpt.output_dir, "--ckpt.path": args.ckpt.path}
     folders |= {"--logger.tensorboard_dir": args.logger.tensorboard_dir} if args.logger.tensorboard_dir else {}
     for flag, path in folders.items():
         there = existing_parent(Path(path, "_actor") if flag == "--ckpt.path" else path)
         if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-            raise UsageError(f"{flag} {path} cannot be written, because of {there}; give another path.")
+            raise UsageError(
+                f"{flag} {path} cannot be written to, because {there} does not allow it; give another path."
+            )
     if writes_checkpoints(args) and (missing := missing_operation(existing_parent(args.ckpt.path))):
         raise UsageError(
-            f"--ckpt.path {args.ckpt.path} is on a disk that cannot {missing}, as a checkpoint needs; give a path on "
-            "another one."
+            f"--ckpt.path {args.ckpt.path} is on a disk that cannot {missing}, which checkpoints need; give a path on "
+            "another disk."
         )
     parameters = model.parameters
     if parameters is None:
@@ -61,19 +63,19 @@ def check_room(args: Arguments, model: Model) -> None:
         free = free_bytes(path)
         if free is not None and free < needed:
             raise UsageError(
-                f"{flag} {path} is on a disk with {gigabytes(free)} free, and {what} takes about {gigabytes(needed)}; "
-                f"free some, or change {flag}."
+                f"{flag} {path} is on a disk with {gigabytes(free)} free, but {what} takes about {gigabytes(needed)}; "
+                f"free some space, or change {flag}."
             )
 
 
 def checkpoint_bytes(parameters: int) -> int:
-    """Lower bound on the size of a checkpoint, in bytes: the weights and the optimizer's states."""
+    """Return a lower bound on a checkpoint's size, in bytes: weights and optimizer states."""
     return parameters * (_WEIGHT_BYTES + _STATE_BYTES)
 
 
 def ahead_bytes(args: Arguments, model: Model) -> int:
-    """Size in a checkpoint, in bytes, of the rows that were sampled and not trained on, all of ``--data.max_len``
-    tokens; 0 if engines do not sample ahead."""
+    """Return the bytes that rows sampled ahead take in a checkpoint, with ``--data.max_len`` tokens each; 0 if engines
+    do not sample ahead."""
     if not args.train.async_enable:
         return 0
     steps = steps_in_flight(args.train.max_staleness) if args.train.partial_rollout_enable else 1

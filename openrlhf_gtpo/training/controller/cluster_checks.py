@@ -1,4 +1,4 @@
-"""Checks of the run's Ray cluster that find what is bound to fail, before anything is loaded onto it."""
+"""Checks of the run's Ray cluster, before anything is loaded onto it."""
 
 import os
 import time
@@ -21,15 +21,15 @@ from openrlhf_gtpo.training.host import EngineGroup, gpus_of
 
 _PATIENCE = 10.0  # seconds until a network file system shows a new file to other hosts
 _WEIGHT_BYTES = 2  # per parameter, in an engine
-_LOOK_LIMIT = 300.0  # seconds for a node to start a process and look
+_LOOK_LIMIT = 300.0  # seconds for a node to start a process and look for a file
 
 
 def check_nodes(args: Arguments) -> None:
-    """Refuse a cluster with too few GPUs or CPUs, a checkpoint folder that its nodes do not share, and a model that
-    one of the nodes neither has nor can fetch.
+    """Refuse a cluster with too few GPUs or CPUs, a checkpoint folder that its nodes do not share, or a model that a
+    node neither has nor can fetch.
 
     Raises:
-        UsageError: names the nodes in question.
+        UsageError: with the names of the nodes.
     """
     nodes = [node for node in ray.nodes() if node["Alive"]]
     check_gpus(args, nodes)
@@ -46,8 +46,9 @@ def check_nodes(args: Arguments) -> None:
 
 
 def check_gpus(args: Arguments, nodes: list[dict[str, Any]]) -> None:
-    """Refuse fewer GPUs, or CPUs beside them, than the run needs, for which Ray would wait forever, and engines for
-    which no node has enough GPUs: their tensor-parallel groups would cross nodes."""
+    """Refuse a cluster with fewer GPUs, or CPUs for them, than the run needs, because Ray would wait forever; and
+    engines that need more GPUs than a node has, because their tensor-parallel groups would cross nodes."""
+    # GPUs.
     counts = [int(node["Resources"].get("GPU", 0)) for node in nodes]
     there = ", ".join(f"{_name(node)}: {count}" for node, count in zip(nodes, counts, strict=True))
     needed = gpus_of(args)
@@ -55,20 +56,22 @@ def check_gpus(args: Arguments, nodes: list[dict[str, Any]]) -> None:
         groups = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in needed._asdict().items() if count)
         numbers = ", ".join(f"{flags}.num_engines" for flags in ["--vllm", *(e.flags for e in args.vllm.others)])
         raise UsageError(
-            f"The run needs {sum(needed)} GPUs ({groups}), and the Ray cluster has {sum(counts)} ({there}); add "
+            f"The run needs {sum(needed)} GPUs ({groups}), but the Ray cluster has {sum(counts)} ({there}); add "
             f"nodes, give --train.colocate_all, or lower {numbers} or num_nodes and num_gpus_per_node of --actor, "
             "--ref, --critic or --reward."
         )
+    # A CPU for each GPU.
     cpus = [int(node["Resources"].get("CPU", 0)) for node in nodes]
-    # The controller needs a free one to start, before it starts other engines, and then holds none.
+    # The controller needs a free one to start, before other engines start, and then holds none.
     least = max(sum(needed), sum(needed) - needed.other_engines + 1)
     if sum(map(min, counts, cpus)) < sum(needed) or sum(cpus) < least:
         each = ", ".join(f"{_name(node)}: {cpu} for {gpu}" for node, cpu, gpu in zip(nodes, cpus, counts, strict=True))
         raise UsageError(
-            f"The run needs {least} CPUs, one on the node of each of its {sum(needed)} GPUs and one for its "
-            f"controller to start, and the Ray cluster has {sum(cpus)} (CPUs for GPUs, {each}); start its nodes with "
-            "more (ray start --num-cpus)."
+            f"The run needs {least} CPUs, one on the node of each of its {sum(needed)} GPUs and one to start its "
+            f"controller, but the Ray cluster has {sum(cpus)} (CPUs for GPUs, {each}); start its nodes with more (ray "
+            "start --num-cpus)."
         )
+    # Whole engines on each node.
     size, engines = args.vllm.tensor_parallel_size, args.vllm.num_engines or 0
     fitting = [
         divisor
@@ -77,14 +80,13 @@ def check_gpus(args: Arguments, nodes: list[dict[str, Any]]) -> None:
     ]
     if size not in fitting and platform.chosen_platform() != "cpu":  # where nodes may share one host
         raise UsageError(
-            f"--vllm.tensor_parallel_size {size} for --vllm.num_engines {engines} would cross nodes, which have "
-            f"{there} GPUs; sizes that fit, with as many more engines: {', '.join(map(str, fitting))}."
+            f"--vllm.num_engines {engines} with --vllm.tensor_parallel_size {size} would cross nodes, which have "
+            f"{there} GPUs; give a size that fits, and more engines: {', '.join(map(str, fitting))}."
         )
 
 
 def fetch_model(name: str, nodes: list[dict[str, Any]], *, weights: bool) -> None:
-    """Make sure that every node with GPUs has the files of the model ``name``, so that whoever waits for engines and
-    trainer to start does not wait for a download.
+    """Fetch the files of the model ``name`` on every node with GPUs, before waits for engines and trainer begin.
 
     Raises:
         UsageError: wrapped in Ray's error, from a node that neither has the model nor can fetch it.
@@ -94,11 +96,11 @@ def fetch_model(name: str, nodes: list[dict[str, Any]], *, weights: bool) -> Non
 
 
 def check_memory(engines: EngineGroup, nodes: list[dict[str, Any]]) -> None:
-    """Refuse engines whose weights alone, by the planner's count, do not fit into the memory that they may use. A
-    model that is quantized, or whose layers the planner does not know, is left to vLLM.
+    """Refuse engines whose weights alone, by the planner's count, exceed the memory that they may use. vLLM judges
+    quantized models, and models whose layers the planner does not know.
 
     Raises:
-        UsageError: names both sizes.
+        UsageError: with both sizes.
     """
     config = known_config(engines.model_name_or_path)
     if config is None or getattr(config, "quantization_config", None) is not None:
@@ -107,24 +109,24 @@ def check_memory(engines: EngineGroup, nodes: list[dict[str, Any]]) -> None:
     on_cpu = platform.chosen_platform() == "cpu"
     there = [node for node in nodes if node["Resources"].get("GPU")]
     memory = min(ray.get([_start_on(node, free_memory if on_cpu else gpu_memory) for node in there]))
-    share = 1.0 if on_cpu else engines.gpu_memory_utilization
-    if weights <= share * memory:
+    fraction = 1.0 if on_cpu else engines.gpu_memory_utilization
+    if weights <= fraction * memory:
         return
-    of = f"a node has {gigabytes(memory)} of memory left; give a smaller one"
+    room = f"a node has {gigabytes(memory)} of memory left; give a smaller model"
     if not on_cpu:
-        of = (
-            f"{engines.flags}.gpu_memory_utilization {share:g} of a GPU's {gigabytes(memory)} is "
-            f"{gigabytes(int(share * memory))}; give a larger {engines.flags}.tensor_parallel_size"
+        room = (
+            f"{engines.flags}.gpu_memory_utilization {fraction:g} of a GPU's {gigabytes(memory)} is "
+            f"{gigabytes(int(fraction * memory))}; give a larger {engines.flags}.tensor_parallel_size"
         )
     raise UsageError(
         f"{engines.flags}.model_name_or_path {engines.model_name_or_path} has {gigabytes(weights)} of weights for "
-        f"each of its {engines.tensor_parallel_size} GPUs, and {of}, or {engines.elsewhere}."
+        f"each of its {engines.tensor_parallel_size} GPUs, but {room}, or {engines.elsewhere}."
     )
 
 
 def known_config(model: str) -> Any | None:
-    """The configuration of a checkpoint; None if the planner does not know its layers, or if only the model's own code
-    can read it."""
+    """Return a checkpoint's configuration; None if the planner does not know its layers, or if only the model's own
+    code can read it."""
     from transformers import AutoConfig
 
     try:
@@ -136,12 +138,12 @@ def known_config(model: str) -> Any | None:
 
 
 def free_memory() -> int:
-    """Available memory of this host, in bytes."""
+    """Return the available memory of this host, in bytes."""
     return psutil.virtual_memory().available
 
 
 def gpu_memory() -> int:
-    """Memory of the smallest of this node's GPUs, in bytes, as the driver reports it. Does not occupy any GPU."""
+    """Return the memory of this node's smallest GPU, in bytes, from the driver. Does not occupy any GPU."""
     import pynvml  # nvidia-ml-py, which vLLM for CUDA depends on
 
     pynvml.nvmlInit()
@@ -150,7 +152,7 @@ def gpu_memory() -> int:
 
 
 def check_shared_folder(folder: str, nodes: list[dict[str, Any]]) -> None:
-    """Refuse a folder that is not the same or not writable on every node: each looks for a file of this process."""
+    """Refuse a folder that nodes do not share or cannot write to. Each node looks for a file of this process."""
     path = Path(folder).absolute()
     token = path / f".shared-{uuid.uuid4().hex}"
     path.mkdir(parents=True, exist_ok=True)
@@ -164,8 +166,8 @@ def check_shared_folder(folder: str, nodes: list[dict[str, Any]]) -> None:
                 complaint = f"could not be checked ({one_line(error):.200})"
             if complaint:
                 raise UsageError(
-                    f"--ckpt.path {path} {complaint} on node {_name(node)}, and all {len(nodes)} nodes must read and "
-                    "write the same folder; give one on a shared file system (NFS, Lustre, …)."
+                    f"--ckpt.path {path} {complaint} on node {_name(node)}, but all {len(nodes)} nodes must read and "
+                    "write the same folder; give a folder on a shared file system (NFS, Lustre, …)."
                 )
     finally:
         token.unlink(missing_ok=True)
@@ -179,7 +181,8 @@ def _start_on(node: dict[str, Any], function: Callable[..., Any], *args: Any, **
 
 
 def look_for(token: str, patience: float) -> str | None:
-    """What is wrong with the folder of ``token`` on this node; None if the file exists and others can be written."""
+    """Say what is wrong with the folder of ``token`` on this node; None if the file is there and others can be
+    written."""
     path = Path(token)
     deadline = time.monotonic() + patience
     while not os.path.exists(path):  # also False if it may not be accessed

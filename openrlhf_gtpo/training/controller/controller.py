@@ -1,4 +1,4 @@
-"""The single controller: makes the run's parts and holds what they have in common. ``step.py`` has their order."""
+"""The controller of a run: makes its parts and holds what they share. ``step.py`` has the order of a step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -37,25 +37,25 @@ T = TypeVar("T")
 
 _KL_COEFFICIENT = "kl_coefficient"  # in a checkpoint
 
-# What a run starts from without a checkpoint, by upstream's names.
+# State of a run without a checkpoint, by upstream's names.
 _FRESH: Mapping[str, Any] = {"episode": 0, "global_step": 0, "total_consumed_prompts": 0, LOADER: {}}
 
 
 class Controller:
     """Runs training. Drop-in replacement for upstream's ``PPOTrainer`` (same constructor).
 
-    It has no random generator of its own: the prompt loader has one, whose state is part of the loader's.
+    It needs no random generator: only the prompt loader draws, and its state includes the generator's.
 
     Attributes:
-        step: the last step that was trained; 0 before the first.
-        episode: passes over the prompts that are complete.
-        consumed: prompts that were drawn for the steps so far.
-        sampling: what a ``Sampler`` is made with.
-        rollouts: what the steps are trained on.
-        rollout: the one of the step in progress, or of the last one.
+        step: the last trained step; 0 before the first.
+        episode: completed passes over the prompts.
+        consumed: prompts drawn for the steps so far.
+        sampling: arguments of a ``Sampler``.
+        rollouts: the source of the steps' rollouts.
+        rollout: the rollout of the current step, or of the last one.
     """
 
-    features_of_run: Sequence[Feature] = ()  # those that are on; the composition root sets them
+    features_of_run: Sequence[Feature] = ()  # features that are on; the composition root sets them
 
     def __init__(
         self,
@@ -68,6 +68,7 @@ class Controller:
         engines: list[Any] | None,
         **unused: Any,
     ) -> None:
+        # Models, KL coefficient, engines and features.
         self.args: Arguments = strategy.arguments
         args = self.args
         self.models = Models(actor, critic, reward, reference)
@@ -84,10 +85,11 @@ class Controller:
         made = (feature.controller() for feature in self.features_of_run)
         self.features = [feature for feature in made if feature is not None]
 
+        # Data and the sampler, which a feature may replace.
         self.prompts: Any = None
         self.held_out: Any = None
         self.sampling: tuple[Any, ...] = ()
-        if args.rollout.is_sampled:  # else a feature's sampler stands for the prompts' loader too
+        if args.rollout.is_sampled:  # otherwise a feature's sampler is the prompts' loader too
             self.prompts, self.held_out, _ = ppo_trainer.prepare_datasets(strategy, self.tokenizer)
             self.prompts.dataset.check_labels()
             self.max_steps = count_all_steps(args, len(self.prompts))
@@ -100,6 +102,7 @@ class Controller:
             self.prompts, self.max_steps = own, own.max_steps
         self.origin = Origin(args, *(getattr(each, "dataset", None) for each in (self.prompts, self.held_out)))
 
+        # Rollouts, sampled when a step asks for them, a step ahead, or as a stream.
         def may_sample_ahead(steps: int) -> bool:
             return all(feature.may_sample_ahead(steps) for feature in self.features)
 
@@ -109,6 +112,7 @@ class Controller:
             if train.partial_rollout_enable
             else Rollouts(*sources, may_sample_ahead if train.async_enable else None)
         )
+        # Advantages, metrics and checkpoints.
         self.rollout = Rollout([], 0, False)
         self.maker = ExperienceMaker(strategy, self.models, self.kl_control, self.tokenizer, self.features)
         self.trackers = Trackers(args)
@@ -119,7 +123,7 @@ class Controller:
         self.log = Log(args, self.tokenizer, self.trackers, self.phases, costs, *parts)
 
     def get_max_steps(self) -> int:
-        """Number of optimizer steps in the run, by which learning rates are scheduled."""
+        """Return the run's number of optimizer steps, for the learning-rate schedule."""
         return self.max_steps
 
     def fit(self) -> None:
@@ -129,10 +133,12 @@ class Controller:
             StoppedOnRequest: the run was asked to stop; if it made a step, its checkpoint is written.
             TrainingStopped: there was nothing to train on.
         """
+        # A request to stop may be there already.
         if stop_file(self.args).exists():
             stop_file(self.args).unlink(missing_ok=True)
             raise StoppedOnRequest("on request, before the first step; nothing to save.")
-        wait_for_engines(self.engines.serving)  # no rank waits for those that share its GPUs and do not sleep
+        wait_for_engines(self.engines.serving)  # ranks wait only for engines on other GPUs or asleep
+        # Engines have started: load the checkpoint's state into every part.
         self.engines.watch()
         states = self._load()
         begun = self.step
@@ -141,7 +147,7 @@ class Controller:
             feature.begin(self)
         try:
             self.log.begin_step()
-            if begun:  # keep engines and prompts in sync with the checkpoint, whose evaluation may have been cut off
+            if begun:  # engines and prompts follow the checkpoint, whose evaluation may have been cut off
                 self.send_weights()
                 if states[LOADER]:
                     self.prompts.load_state_dict(states[LOADER])
@@ -157,35 +163,37 @@ class Controller:
             self.rollouts.end()
             for feature in self.features:
                 feature.end()
+        # The end of the data. Upstream's driver has the model written next.
         self.trackers.close()
         if not self.step:
             raise TrainingStopped(_why_nothing_was_trained(self.args, self.maker.credit))
         if self.step == begun:
             print(
-                f"Warning: no step was trained after step {begun}, that of the checkpoint, with --train.num_episodes "
-                f"{self.args.train.num_episodes}; its model is written.",
+                f"Warning: the checkpoint's step {begun} was the last with --train.num_episodes "
+                f"{self.args.train.num_episodes}; no step was trained, and the checkpoint's model is written.",
                 flush=True,
             )
         self.phases.clear()
-        self.trackers.phase(names.CHECKPOINT)  # upstream's driver has the model written now
+        self.trackers.phase(names.CHECKPOINT)
 
     def end(self) -> None:
-        """Note that the run has ended: its model is written, and nobody makes it again or stops it."""
+        """Note that the run has ended: its model is written, so nobody has to resume or stop it."""
         stop_file(self.args).unlink(missing_ok=True)
         self.trackers.end()
 
     def answered(self, ask: Callable[[], T | None]) -> T:
-        """What the engines answer. As often as ``ask`` returns None, as none is left, they are sent weights.
+        """Return the engines' answer. While ``ask`` returns None, because no engine is left, send weights and ask
+        again.
 
         Raises:
-            Exception: what ``ask`` raised; the last checkpoint is complete.
+            Exception: what ``ask`` raised; the last checkpoint is complete then.
         """
         while True:
             try:
                 answer = ask()
             except Exception:
-                self.phases.wait()  # ranks that write answer nobody else
-                with suppress(ray.exceptions.RayError):  # of a rank that is gone too
+                self.phases.wait()  # ranks that write cannot answer in the meantime
+                with suppress(ray.exceptions.RayError):  # a rank may be gone too
                     self.saver.publish(wait=True)
                 raise
             if answer is not None:
@@ -193,24 +201,24 @@ class Controller:
             self.send_weights()
 
     def send_weights(self) -> None:
-        """Send the policy's weights to the engines, whose version is the last step then. A rollout that waits for them
-        is complete when this returns.
+        """Send the policy's weights to the engines; their version becomes the last step. A rollout that waits for
+        weights is complete when this returns.
 
         Raises:
-            TrainingStopped, ray.exceptions.RayError: as ``Engines.send_weights``.
+            TrainingStopped, ray.exceptions.RayError: from ``Engines.send_weights``.
         """
         is_complete = not self.args.rollout.is_sampled
         while not is_complete:
             with self.rollouts.still():
                 self.engines.send_weights(self.models.actor, self.step, self.phases)
                 is_complete = self.rollouts.weights_sent()
-        self.phases.show(names.GENERATION)  # which may come next, or go on
+        self.phases.show(names.GENERATION)  # may come next, or is still running
 
     def save(self) -> None:
         """Save a checkpoint if one is due.
 
         Raises:
-            StoppedOnRequest: the run was asked to stop, and this step is saved.
+            StoppedOnRequest: the run was asked to stop; this step is saved.
         """
         if not stop_file(self.args).exists():
             if _is_due(self.step, self.args.ckpt.save_steps):
@@ -228,11 +236,11 @@ class Controller:
         """Evaluate ``--eval.dataset`` every ``--eval.steps`` steps, and keep the best checkpoint.
 
         Args:
-            states: of that checkpoint, if it is the one from which the run goes on.
-            earlier: lines of the run's metrics, among which there may be this evaluation's.
+            states: of the checkpoint, if the run resumes from it now.
+            earlier: lines of the run's metrics, which may include this evaluation.
         """
         if self.held_out is None or not _is_due(self.step, self.args.eval.steps) or self.rollouts.has_failed:
-            return  # of rollouts that have failed, a run that goes on from here makes it up
+            return  # after a failed rollout, the run that resumes from here evaluates
         if self.origin.has_other_questions((states or {}).get(ORIGIN, {})):
             earlier = ()
         made = [row for row in earlier if (row["kind"], row["step"]) == (names.KIND_EVAL, self.step)]
@@ -253,10 +261,10 @@ class Controller:
         return metrics
 
     def _load(self) -> dict[str, Any]:
-        """Take up the states of the checkpoint that the policy has loaded; those of a new run if there is none.
+        """Restore the state of the checkpoint that the policy has loaded; without one, the state of a new run.
 
-        A run that died before its first checkpoint was complete leaves a folder without one, for which ranks have no
-        states to start from (https://github.com/OpenRLHF/OpenRLHF/pull/1208 left out the PPO trainer): it starts anew.
+        A run that died before its first complete checkpoint leaves a folder without one, and ranks have no state then
+        (https://github.com/OpenRLHF/OpenRLHF/pull/1208 left out the PPO trainer): the run starts over.
         """
         states: dict[str, Any] = dict(_FRESH)
         if self.args.ckpt.load_enable:
@@ -265,12 +273,12 @@ class Controller:
         if self.origin.has_other_questions(saved):
             states["best_eval_metric_value"] = None
         self.saver.restore(states)
-        if isinstance(self.kl_control, AdaptiveKLController):  # a fixed one is what the command line says
+        if isinstance(self.kl_control, AdaptiveKLController):  # a fixed one comes from the command line
             self.kl_control.value = states.get(_KL_COEFFICIENT, self.kl_control.value)
         self.step, self.consumed = states["global_step"], states["total_consumed_prompts"]
         self.episode = states["episode"]
         for sentence in self.origin.differences(saved):
-            print(f"Going on after step {self.step}: {sentence}", flush=True)
+            print(f"Resuming after step {self.step}: {sentence}", flush=True)
         self.sampler.drawn = self.consumed + self.rollouts.restore(states)
         self.sampler.of_pass = saved.get("drawn", 0)
         for feature in self.features:
@@ -278,10 +286,10 @@ class Controller:
         return states
 
     def _states(self) -> dict[str, Any]:
-        """What a checkpoint of the last step holds besides the models.
+        """Return what a checkpoint of the last step holds besides the models.
 
-        If the step ended an episode, the next one has begun: the loader of a run that goes on in the ended one would
-        draw all of its prompts again (torchdata 0.11.0, StatefulDataLoader.__iter__).
+        If the step ended an episode, the state says that the next one has begun. Otherwise the loader of a resumed run
+        would draw all prompts of the ended episode again (torchdata 0.11.0, StatefulDataLoader.__iter__).
         """
         with self.rollouts.still():
             states = self.rollouts.state()
@@ -305,17 +313,17 @@ def _is_due(step: int, every: float) -> bool:
 def _why_nothing_was_trained(args: Arguments, credit: EntropyCredit | None) -> str:
     if not args.algo.dynamic_filtering_enable:
         return (
-            "No step was trained, and no model is written: in --train.num_episodes "
-            f"{args.train.num_episodes} there were no --rollout.batch_size {args.rollout.batch_size} "
-            "prompts to train on."
+            "No step was trained, and no model is written: --train.num_episodes "
+            f"{args.train.num_episodes} had fewer than --rollout.batch_size {args.rollout.batch_size} "
+            "prompts; give more data."
         )
     low, high = args.algo.dynamic_filtering_range
-    differs = "rewards that differ"
+    differs = "different rewards"
     if credit is not None and credit.needs_both:
         threshold = f"--algo.{credit.name}.success_threshold {credit.config.success_threshold:g}"
         differs = f"both successes and failures ({threshold})"
     return (
-        "No step was trained, and no model is written: dynamic filtering dropped every prompt, as none had "
-        f"responses with different scores, {differs} and a mean score between {low:g} and {high:g} "
+        "No step was trained, and no model is written: dynamic filtering dropped every prompt, because no prompt's "
+        f"responses had different scores, {differs} and a mean score between {low:g} and {high:g} "
         "(--algo.dynamic_filtering_range)."
     )

@@ -1,4 +1,4 @@
-"""Unwraps the errors of Ray's tasks to their cause, and reports it so that a user can act on it."""
+"""The causes behind Ray's errors, reported so that a user can act on them."""
 
 import _thread
 import signal
@@ -19,18 +19,19 @@ from openrlhf_gtpo.training.arguments import Ckpt
 
 E = TypeVar("E", bound=BaseException)
 
-_LOST = signal.SIGURG  # ignored unless somebody handles it
+_LOST = signal.SIGURG  # ignored unless handled
 
 
-# What Ray raises for a process that is gone; the last if its memory monitor killed it, as the node ran out of memory.
+# Ray's errors for a dead process; the last if its memory monitor killed the process because the node ran out of
+# memory.
 DIED = (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError, ray.exceptions.OutOfMemoryError)
 
 
 def cause_of(error: BaseException | None, kind: type[E] | tuple[type[E], ...]) -> E | None:
-    """The innermost exception of ``kind`` behind a Ray task error.
+    """Return the innermost exception of ``kind`` behind a Ray task error.
 
     Ray 2.55 nests one task's error in another's and makes each an instance of its cause's class too, with the whole
-    remote traceback as its text (``RayTaskError.as_instanceof_cause``); only the innermost keeps its original text.
+    remote traceback as its text (``RayTaskError.as_instanceof_cause``). Only the innermost keeps its original text.
     Can go once the wrapping can be turned off: https://github.com/ray-project/ray/issues/48320.
     """
     found: E | None = None
@@ -44,19 +45,19 @@ def cause_of(error: BaseException | None, kind: type[E] | tuple[type[E], ...]) -
 
 
 LESS_MEMORY = (
-    "If memory ran out, give less to --train.max_tokens_per_gpu (Megatron, and --train.dynamic_batch_enable) or "
-    "--train.micro_batch_size and --rollout.micro_batch_size: what is computed at once."
+    "If memory ran out, compute less at once: lower --train.max_tokens_per_gpu (Megatron, and "
+    "--train.dynamic_batch_enable) or --train.micro_batch_size and --rollout.micro_batch_size."
 )
 
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Raise what ended a run on purpose, or what took it down, in place of Ray's error.
+    """Replace Ray's error by the reason why a run ended, on purpose or not.
 
     Raises:
-        UsageError, StoppedOnRequest: as an actor raised it.
-        TrainingStopped: as an actor raised it; or a checkpoint could not be loaded or written.
-        Restartable: as an actor raised it; or a process or a node died.
+        UsageError, StoppedOnRequest: an actor raised it.
+        TrainingStopped: an actor raised it, or a checkpoint could not be loaded or written.
+        Restartable: an actor raised it, or a process or a node died.
     """
     try:
         yield
@@ -76,14 +77,14 @@ def explained() -> Iterator[None]:
 
 @contextmanager
 def deaths_noticed(ranks: Callable[[], list[Any]], every: float = 2.0) -> Iterator[None]:
-    """Raise the death of a rank in the main thread, whatever the main thread is waiting for.
+    """Raise an error in the main thread when a rank dies, whatever the main thread is waiting for.
 
-    While engines sample, nobody asks the ranks for anything, and a death would only show once the rollout is over.
-    Here each rank is asked for a sign of life, which it gives between two tasks; Ray answers for a dead one. The main
-    thread is told by a signal that nobody else uses, not by SIGINT, which a shell has its background jobs ignore.
+    While engines sample, nobody calls the ranks, and a death would only show once the rollout is over. Here each rank
+    is asked for a sign of life, which it gives between two tasks; Ray answers for a dead rank. A signal that nobody
+    else uses tells the main thread. SIGINT would not do, because background jobs of a shell ignore it.
 
     Args:
-        ranks: returns the handles of the actors that exist by now.
+        ranks: returns the handles of the actors that exist so far.
         every: seconds between two checks.
 
     Raises:
@@ -105,7 +106,7 @@ def deaths_noticed(ranks: Callable[[], list[Any]], every: float = 2.0) -> Iterat
                 lost.append(error)
                 _thread.interrupt_main(_LOST)
                 return
-            except ray.exceptions.RayError:  # out of reach for a moment: it is asked again
+            except ray.exceptions.RayError:  # out of reach for a moment: ask again
                 pass
 
     with raised_on(_LOST, lambda: lost[0]), repeated(look, every):
@@ -114,7 +115,7 @@ def deaths_noticed(ranks: Callable[[], list[Any]], every: float = 2.0) -> Iterat
 
 @contextmanager
 def repeated(look: Callable[[], None], every: float) -> Iterator[None]:
-    """Call ``look``, which asks Ray, every ``every`` seconds in a thread of its own, and never after the block."""
+    """Call ``look``, which asks Ray, every ``every`` seconds in its own thread, but never after the block."""
     over, looking = threading.Event(), threading.Lock()
 
     def look_on() -> None:
@@ -135,9 +136,9 @@ def repeated(look: Callable[[], None], every: float) -> Iterator[None]:
 
 @contextmanager
 def raised_on(number: signal.Signals, error: Callable[[], BaseException]) -> Iterator[None]:
-    """Raise ``error()`` in the main thread when it is sent the signal ``number``, whatever it is waiting for.
+    """Raise ``error()`` in the main thread when it gets the signal ``number``, whatever it is waiting for.
 
-    The handler itself can raise nothing but KeyboardInterrupt: inside ``ray.get`` of Ray 2.55 (``check_signals`` in
+    The handler itself can only raise KeyboardInterrupt: inside ``ray.get`` of Ray 2.55 (``check_signals`` in
     its ``_raylet``), SystemExit loses its status and anything else becomes a SystemError.
     """
     taken = False
@@ -159,7 +160,7 @@ def raised_on(number: signal.Signals, error: Callable[[], BaseException]) -> Ite
 
 
 def answering(actors: list[Any]) -> Callable[[], bool]:
-    """Return a function that tells whether idle actors answer: True if all have since it last returned True."""
+    """Return a function that is True once all ``actors`` have answered since it was last True."""
     asked: list[Any] = []
 
     def answered() -> bool:
@@ -173,34 +174,30 @@ def answering(actors: list[Any]) -> Callable[[], bool]:
 
 
 def raise_if_lost(error: BaseException) -> None:
-    """If a process or a node of the run died, say so and name the nodes that left the cluster.
-
-    Raises:
-        Restartable: one did.
-    """
+    """Raise Restartable, with the nodes that left the cluster, if a process or a node of the run died."""
     lost = cause_of(error, (*DIED, EngineDeadError))
     if lost is None:
         return
     try:
         dead = [f"{node['NodeName']} ({node['NodeManagerAddress']})" for node in ray.nodes() if not node["Alive"]]
-    except Exception:  # the head may be what died
+    except Exception:  # the head may have died
         dead = []
     what = f"the node {', '.join(dead)} left the Ray cluster" if dead else "a process of the run died"
-    why = f"the logs of its node say why. Ray says: {last_error(lost, 600)}"
+    why = f"see the logs of its node. Ray says: {last_error(lost, 600)}"
     if isinstance(lost, ray.exceptions.OutOfMemoryError) or "memory" in str(lost):
         why += f" {LESS_MEMORY}"
-    raise Restartable(f"{what}, and training cannot go on without it; {why}") from None
+    raise Restartable(f"{what}, and training cannot continue without it; {why}") from None
 
 
 @contextmanager
 def write_errors(ckpt: Ckpt) -> Iterator[None]:
-    """Say what keeps an actor from writing a checkpoint, and how much free space its disk has if that is why.
+    """Replace Ray's error when an actor could not write a checkpoint; on a full disk, add the free space.
 
     Args:
         ckpt: the run's ``--ckpt.*``.
 
     Raises:
-        CheckpointWriteError: the checkpoint could not be written; replaces Ray's error.
+        CheckpointWriteError: the checkpoint could not be written.
     """
     try:
         yield

@@ -1,5 +1,4 @@
-"""What the run does now, for those who watch, with a sign of life for the process that supervises it
-(``--train.stall_timeout``)."""
+"""The run's current phase, for watchers, and its heartbeat for the supervising process (``--train.stall_timeout``)."""
 
 import math
 import time
@@ -16,12 +15,12 @@ from openrlhf_gtpo.training.rollout.rewards import Patience
 
 
 class Phases:
-    """Beats at each phase, and goes on beating while ranks that wait answer.
+    """A heartbeat at each phase, which continues during a rollout while idle ranks answer.
 
     Args:
-        trackers: told of each phase too.
-        groups: of Ray actors, which must answer while engines sample.
-        is_moving: whether what a step waits for has moved in so many seconds.
+        trackers: note each phase too.
+        groups: groups of Ray actors, which must answer while engines sample.
+        is_moving: whether the rollout that a step waits for has moved within so many seconds.
     """
 
     def __init__(
@@ -33,32 +32,32 @@ class Phases:
 
     @contextmanager
     def timed(self, phase: str, metrics: dict[str, Any]) -> Iterator[None]:
-        """Show a phase of a step, and add to ``metrics`` the seconds that it took."""
+        """Show a phase of a step, and add its seconds to ``metrics``."""
         self.show(phase)
         started = time.perf_counter()
         yield
         metrics[names.timing(phase)] = metrics.get(names.timing(phase), 0.0) + time.perf_counter() - started
 
     def show(self, phase: str) -> None:
-        """The run begins a phase."""
+        """Begin a phase."""
         self._trackers.phase(phase)
         if self._heartbeat:
-            # How long sampling takes is up to engines and rewards, which are watched from here. Ranks wait meanwhile.
+            # Sampling may take as long as engines and rewards need, which others watch. Ranks wait and must answer.
             sampling = phase in (names.GENERATION, names.EVALUATION)
             ranks = [rank for group in self._groups for rank in group._actor_handlers]
             ranks_answer = answering(ranks)
 
-            def goes_on() -> bool:
+            def is_alive() -> bool:
                 return ranks_answer() and (phase != names.GENERATION or self._is_moving(self._seconds))
 
-            self._heartbeat.beat(goes_on if sampling else None)
+            self._heartbeat.beat(is_alive if sampling else None)
 
     def wait(self) -> None:
-        """The run waits for what may take as long as it needs."""
+        """Wait without a time limit from now on."""
         if self._heartbeat:
             self._heartbeat.beat(lambda: True)
 
     def clear(self) -> None:
-        """Nobody needs to wait for the next beat."""
+        """End the heartbeat."""
         if self._heartbeat:
             self._heartbeat.clear()

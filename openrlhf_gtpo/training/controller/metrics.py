@@ -1,4 +1,4 @@
-"""What the controller logs: a step's numbers with warnings, and an evaluation's."""
+"""The controller's log: numbers and warnings of steps, and numbers of evaluations."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ _MOSTLY = 0.9  # of a step's responses
 
 @dataclass
 class Log:
-    """Gathers a step's numbers and writes them to the trackers; ``costs`` are those of the step in progress."""
+    """The log of a run, which writes each step's numbers to the trackers; ``costs`` cover the current step."""
 
     args: Arguments
     tokenizer: Any
@@ -37,18 +37,18 @@ class Log:
     maker: ExperienceMaker
     engines: Engines
     rollouts: Rollouts
-    warnings: Mapping[str, str] = field(default_factory=dict)  # of the last step
+    warnings: Mapping[str, str] = field(default_factory=dict)  # the last step's
 
     def begin_step(self) -> None:
-        """A step begins now."""
+        """Begin a step."""
         self.costs.begin()
         self.phases.show(names.GENERATION)
 
     def describe(
         self, step: int, rollout: Rollout, own: Sequence[Experience], metrics: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """What is logged of the step besides its phases' own metrics."""
-        self.costs.trained()
+        """Return the step's metrics besides those of its phases."""
+        self.costs.after_training()
         args = self.args
         more = describe_rollout(own, self.tokenizer) | self.maker.metrics
         more[names.TIMING_STEP_TOTAL] = sum(metrics[names.timing(phase)] for phase in names.PHASES)
@@ -68,23 +68,26 @@ class Log:
         return more
 
     def step(self, step: int, metrics: dict[str, Any], failures: str, stays: bool) -> None:
-        """Write the metrics of the step that was trained last, with what leaves nothing to learn.
+        """Write a trained step's metrics, and warn if it leaves nothing to learn.
 
         Args:
             failures: why checkpoints were not saved.
             stays: as for ``Trackers.train``.
         """
+        # Once: the range of rewards, and what shared prompts save.
         args, maker = self.args, self.maker
         outcomes = outcomes_line(maker.outcome, maker.credit) if step == 1 else None
         if outcomes:
             print(outcomes, flush=True)
         if step == 1 and args.train.shares_prompts and names.TOKENS_ROWS in metrics:
             computed, of_rows = metrics[names.TOKENS_COMPUTED], metrics[names.TOKENS_ROWS]
-            print(f"Each prompt once: {computed:,.0f} tokens are trained on for rows of {of_rows:,.0f}.", flush=True)
+            print(f"Shared prompts: {computed:,.0f} tokens are computed for rows of {of_rows:,.0f}.", flush=True)
+        # Warnings, each printed when it appears.
         before = self.warnings
         self.warnings = step_warnings(metrics, maker.outcome, args, maker.credit)
         for name in self.warnings.keys() - before.keys():
             print(f"Warning, from step {step} on: {self.warnings[name]}", flush=True)
+        # Costs and speed.
         metrics |= self.costs.end() | maker.seconds
         seconds = {phase: metrics.get(names.timing(phase), 0.0) for phase in names.PHASES}
         if args.train.async_enable:
@@ -92,9 +95,9 @@ class Log:
             seconds[names.GENERATION] = metrics[names.TIMING_ROLLOUT]
         for phase in names.PHASES:
             if seconds[phase]:
-                # The engines' are all that were sampled, those of dropped groups too.
-                sampled = phase == names.GENERATION and metrics.get(names.TOKENS_SAMPLED)
-                tokens = sampled or self.costs.response_tokens
+                # Engines also sampled the tokens of dropped groups.
+                of_engines = phase == names.GENERATION and metrics.get(names.TOKENS_SAMPLED)
+                tokens = of_engines or self.costs.response_tokens
                 metrics[names.tokens_per_second(phase)] = tokens / seconds[phase]
         shown = {name: value for name, value in metrics.items() if name != "generated_samples"}
         print(f"Global step {step}: {shown}", flush=True)
@@ -106,7 +109,7 @@ class Log:
         """Write the metrics of an evaluation; returns upstream's.
 
         Args:
-            rows: of all prompts of ``held_out``, their loader.
+            rows: of all prompts in the loader ``held_out``.
         """
         sources, samples = sources_of(held_out), self.args.eval.n_samples_per_prompt
         metrics = eval_metrics(rows, sources, samples)
@@ -118,7 +121,7 @@ class Log:
 def step_warnings(
     status: Mapping[str, Any], outcome: Tensor, args: Arguments, credit: EntropyCredit | None
 ) -> dict[str, str]:
-    """Warnings of what leaves nothing to learn: a sentence with the flag that helps, by name.
+    """Return warnings about steps that leave nothing to learn, by name; each sentence has the flag that helps.
 
     Args:
         status: a step's metrics.
@@ -129,7 +132,7 @@ def step_warnings(
 
 
 def outcomes_line(outcome: Tensor, credit: EntropyCredit | None) -> str | None:
-    """The range of a rollout's rewards and how many count as successes; None if the estimator has no threshold.
+    """Describe a rollout's rewards and how many count as successes; None if the estimator has no threshold.
 
     Args:
         outcome: (B,) rewards before any length penalty.
@@ -146,7 +149,7 @@ def outcomes_line(outcome: Tensor, credit: EntropyCredit | None) -> str | None:
     )
     partial = ~succeeded & (outcome > outcome.min())
     return (
-        f"{line}, also {int(partial.sum())} between; lower the threshold if those are right."
+        f"{line}, including {int(partial.sum())} in between; lower the threshold if these are right."
         if partial.any()
         else (f"{line}.")
     )
@@ -155,8 +158,8 @@ def outcomes_line(outcome: Tensor, credit: EntropyCredit | None) -> str | None:
 def _equal_groups(
     status: Mapping[str, Any], outcome: Tensor, args: Arguments, credit: EntropyCredit | None
 ) -> str | None:
-    """That no group has what the estimator compares: GTPO and GRPO-S learn from groups with successes and failures,
-    other estimators from unequal rewards."""
+    """A warning if no group has what the estimator compares: for GTPO and GRPO-S successes and failures, for other
+    estimators different rewards."""
     groups, samples = status[names.GROUPS_TOTAL], args.rollout.n_samples_per_prompt
     if credit is None or not hasattr(credit.config, "shape_uniform_groups"):
         compares = credit is not None or args.algo.advantage.estimator in COMPARE_WITHIN_GROUPS
@@ -177,25 +180,25 @@ def _equal_groups(
     return (
         f"in each of the {groups:.0f} groups the {samples} {what}, with a mean reward of "
         f"{status[names.REWARD_MEAN]:.3f}, so nothing is learned; check the reward (docs/reward.md), or give "
-        f"--rollout.n_samples_per_prompt more than {samples}."
+        f"a --rollout.n_samples_per_prompt above {samples}."
     )
 
 
 def _cut_off(status: Mapping[str, Any], args: Arguments) -> str | None:
-    """That most responses have no end."""
+    """A warning if most responses were cut off."""
     cut, rows = status["rollout/truncated_rate"], status["rollout/num_samples"]
     if cut < _MOSTLY:
         return None
     longest, whole = args.rollout.max_new_tokens, f"--data.max_len {args.data.max_len}"
     limit = f"--rollout.max_new_tokens {longest}" if longest else whole
-    if longest and args.train.agent_func_path:  # OpenRLHF's agents do not read the first
+    if longest and args.train.agent_func_path:  # OpenRLHF's agents read only the second
         limit = f"{limit} in a turn, or {whole} in all,"
-    return f"{cut * rows:.0f} of {rows:.0f} responses were cut off at {limit} before their end; give it more."
+    return f"{cut * rows:.0f} of {rows:.0f} responses were cut off at {limit} before their end; raise it."
 
 
 def staleness(rollout: Rollout, step: int) -> dict[str, float]:
-    """Metrics: the steps between the policy that sampled an action and the one that trains on it in ``step``; and how
-    far apart the tokens of a group are, on average."""
+    """Return metrics of age: steps between the policy that sampled an action and the policy that trains on it in
+    ``step``, and between a group's oldest and newest token, on average."""
     groups: dict[int, list[np.ndarray]] = {}
     for row in rollout.rows:
         groups.setdefault(row.number, []).append(ages(row, rollout.version, step))
@@ -209,8 +212,8 @@ def staleness(rollout: Rollout, step: int) -> dict[str, float]:
 
 
 def describe_rollout(experiences: Sequence[Experience], tokenizer: Any) -> dict[str, Any]:
-    """Upstream's statistics of a step's own rows (openrlhf 0.11.2, trainer/ppo_trainer.py, _compute_rollout_stats),
-    and the text of the first row, as rewards read it, with its reward."""
+    """Return upstream's statistics of a step's own rows (openrlhf 0.11.2, trainer/ppo_trainer.py,
+    _compute_rollout_stats), and the first row's text, as rewards read it, with its reward."""
     rewards = torch.cat([experience.info["reward"] for experience in experiences]).float()
     lengths = torch.cat([experience.response_length for experience in experiences]).float()
     truncated = torch.cat([experience.truncated for experience in experiences]).float()
@@ -228,17 +231,17 @@ def describe_rollout(experiences: Sequence[Experience], tokenizer: Any) -> dict[
 
 
 def sources_of(eval_dataloader: Iterable[Any]) -> list[str]:
-    """The data source of each prompt, by its number."""
+    """Return the data source of each prompt, by its number."""
     return [source for sources, *_ in eval_dataloader for source in sources]
 
 
 def eval_metrics(rows: Sequence[Row], sources: Sequence[str], samples_per_prompt: int) -> dict[str, float]:
-    """Upstream's metrics of an evaluation (openrlhf 0.11.2, trainer/ppo_trainer.py, compute_eval_metrics), for each
-    data source and for all. Upstream knows a question by its text, so that one in two data sets counts for the last
-    alone; here it has its number.
+    """Return upstream's metrics of an evaluation (openrlhf 0.11.2, trainer/ppo_trainer.py, compute_eval_metrics), for
+    each data source and for all. Upstream identifies a question by its text, so that a question in two data sets
+    counts only for the last one; here its number identifies it.
 
     Args:
-        rows: the responses to a prompt next to each other.
+        rows: responses, those to one prompt next to each other.
         sources: data source by the prompt's number.
     """
     if not rows:
@@ -269,9 +272,9 @@ def _groups(rows: Sequence[Row], samples_per_prompt: int) -> Iterator[Sequence[R
 
 
 def held_out_statistics(rows: Sequence[Row], sources: Sequence[str], samples_per_prompt: int) -> dict[str, float]:
-    """Statistics of the held-out reward that upstream leaves out, by metric name: its standard error over questions,
-    which a data source with one question does not have, and the mean best of k responses for each k that the paper
-    shows, if there are more than k. Arguments as for :func:`eval_metrics`.
+    """Return statistics of the held-out reward that upstream lacks, by metric name: its standard error over questions,
+    if a data source has several, and the mean best of k responses for each k in the paper, if there are more than k.
+    Arguments as for :func:`eval_metrics`.
     """
     rewards: dict[str, list[list[float]]] = {}
     for responses in _groups(rows, samples_per_prompt):

@@ -1,4 +1,4 @@
-"""Says what a run waits for if Ray has no place for its processes. Ray itself waits, for ever and without a word."""
+"""A report of what a run waits for if Ray has no place for its processes. Ray itself waits forever, silently."""
 
 import math
 import sys
@@ -15,14 +15,14 @@ from openrlhf_gtpo.errors import one_line
 from openrlhf_gtpo.training.controller.failures import repeated
 
 _PATIENCE, _AGAIN = 20.0, 300.0  # seconds until the first line, and from one to the next
-_LIMIT = 10000  # actors; Ray's greatest
+_LIMIT = 10000  # actors; Ray's maximum
 
 
 @contextmanager
 def waits_reported(every: float = 5.0, patience: float = _PATIENCE) -> Iterator[None]:
-    """Print a line when Ray has had no place for something of this run for ``patience`` seconds, and every five
-    minutes after that: what is asked for, what there is, and which jobs hold it. The run goes on waiting, since
-    another run may end and an autoscaler may add nodes.
+    """Print a line when Ray has had no place for a process of this run for ``patience`` seconds, and then every five
+    minutes: what the run needs, what the cluster has, and which jobs hold it. The run keeps waiting, because another
+    run may end and an autoscaler may add nodes.
 
     Args:
         every: seconds between two looks.
@@ -38,7 +38,7 @@ def waits_reported(every: float = 5.0, patience: float = _PATIENCE) -> Iterator[
         has_dashboard = actors is not None
         try:
             waiting, held = _requests(job, actors or [])
-        except ray.exceptions.RayError:  # its head is out of reach, or has died
+        except ray.exceptions.RayError:  # the head is out of reach, or has died
             return
         now = time.monotonic()
         if not waiting:
@@ -54,11 +54,11 @@ def waits_reported(every: float = 5.0, patience: float = _PATIENCE) -> Iterator[
 
 
 def _requests(job: str, actors: list[Any]) -> tuple[list[Mapping[str, float]], dict[str, Counter[str]]]:
-    """The resources of each process of this job that Ray has no place for, and those that each job holds."""
+    """Return the resources of each process of this job that waits for a place, and what each job holds."""
     waiting: list[Mapping[str, float]] = []
     held: dict[str, Counter[str]] = defaultdict(Counter)
     for group in ray.util.placement_group_table().values():
-        owner = group["placement_group_id"][-len(job) :]  # an identifier of Ray's ends with its job's
+        owner = group["placement_group_id"][-len(job) :]  # Ray's identifiers end with their job's
         if group["state"] == "CREATED":
             held[owner].update(_sum(group["bundles"].values()))
         elif group["state"] != "REMOVED" and owner == job:
@@ -67,12 +67,12 @@ def _requests(job: str, actors: list[Any]) -> tuple[list[Mapping[str, float]], d
         if actor.placement_group_id is None and actor.node_id is not None:
             held[actor.job_id].update(actor.required_resources or {})
         elif actor.placement_group_id is None and actor.job_id == job:
-            waiting.append(actor.required_resources or {"CPU": 1})  # to be placed; it holds none later
+            waiting.append(actor.required_resources or {"CPU": 1})  # only while it waits for a place
     return waiting, held
 
 
 def _listed(what: Any, **options: Any) -> list[Any] | None:
-    """What Ray's dashboard lists; None if the cluster has none."""
+    """Return what Ray's dashboard lists; None if the cluster has none."""
     try:
         return list(what(ray.get_runtime_context().gcs_address, raise_on_missing_output=False, **options))
     except Exception:  # no dashboard, or one that wants a token or is ending
@@ -85,10 +85,10 @@ def _sentence(job: str, waiting: list[Mapping[str, float]], held: Mapping[str, C
     names[job] = "this run"
     holders = [f"{names.get(owner, f'job {owner}')} holds {_amounts(sums)}" for owner, sums in held.items() if +sums]
     return (
-        f"Ray has had no place for {len(waiting)} of this run's processes for {seconds:.0f} s: they ask for "
-        f"{_amounts(_sum(waiting))}, and the cluster has {_amounts(ray.cluster_resources())}, of which "
+        f"Ray has had no place for {len(waiting)} of this run's processes for {seconds:.0f} s: they need "
+        f"{_amounts(_sum(waiting))}. The cluster has {_amounts(ray.cluster_resources())}, of which "
         f"{_amounts(ray.available_resources())} are free{''.join('; ' + holder for holder in holders)}. A process "
-        "needs its GPU and CPU on one node. The run goes on waiting; end what holds them, or add nodes."
+        "needs its GPU and CPU on one node. The run keeps waiting; end the jobs that hold them, or add nodes."
     )
 
 

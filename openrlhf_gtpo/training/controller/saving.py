@@ -1,5 +1,5 @@
-"""When a run's checkpoints are saved, and what they hold besides the models: upstream's schedule and names, its best
-checkpoint, and a full disk that costs a checkpoint and not the run.
+"""Saving of a run's checkpoints: upstream's schedule and names, the best checkpoint, and full disks, which cost a
+checkpoint but not the run.
 """
 
 import math
@@ -18,15 +18,15 @@ from openrlhf_gtpo.training.credit.experiences import Models
 
 
 class Saver:
-    """Has the ranks write checkpoints.
+    """Saves checkpoints, which the ranks write.
 
     Args:
         args: the run's arguments.
         models: the groups whose ranks write.
-        on_try: called each time that they are going to.
+        on_try: called before each save.
 
     Attributes:
-        failures: those that :meth:`take_failures` will return.
+        failures: failures since the last :meth:`take_failures`.
     """
 
     def __init__(self, args: Arguments, models: Models, on_try: Callable[[], None]) -> None:
@@ -36,14 +36,14 @@ class Saver:
         self.failures: list[str] = []
 
     def take_failures(self) -> str:
-        """Why saves have failed since the last call, among them an asynchronous one that is over by now."""
+        """Return why saves have failed since the last call, including an asynchronous one that has just ended."""
         self.publish()
         failures, self.failures = self.failures, []
         return " ".join(failures)
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint's states; ``--ckpt.best_metric_key``, if given, decides: another metric's best is no
-        bound."""
+        """Restore the best evaluation from a checkpoint's states, unless ``--ckpt.best_metric_key`` names another
+        metric."""
         saved = states.get("best_eval_metric_key")
         if saved == self._best_key or (not self._best_key and saved != "none"):
             self._best_key = saved or self._best_key
@@ -51,11 +51,11 @@ class Saver:
                 self._best = value
 
     def save(self, step: int, states: dict[str, Any]) -> bool:
-        """Save a checkpoint of ``step``; False if it could not be written, and the next save will try again."""
+        """Save a checkpoint of ``step``; False if it could not be written. The next save tries again."""
         return self._try(lambda: self._save(step, states))
 
     def save_at_last(self, step: int, states: dict[str, Any]) -> None:
-        """Save a checkpoint of ``step``, and wait until it is written, for as long as a full disk allows."""
+        """Save a checkpoint of ``step`` and wait until it is written, with retries on a full disk."""
 
         def save(path: str) -> None:
             with write_errors(self._args.ckpt):
@@ -65,7 +65,8 @@ class Saver:
         keep_trying(save, self._args.ckpt.path)
 
     def save_if_best(self, evaluated: Mapping[str, float], step: int, states: dict[str, Any]) -> None:
-        """Save a checkpoint if an evaluation is the best so far, by ``--ckpt.best_metric_key`` or the first pass@1."""
+        """Save a checkpoint if this evaluation is the best so far, by ``--ckpt.best_metric_key`` or the first
+        pass@1."""
         key = self._key_in(evaluated)
         if key is None:
             return
@@ -75,15 +76,15 @@ class Saver:
         before, self._best = self._best, value
         states |= {"best_eval_metric_key": key, "best_eval_metric_value": value, "latest_eval_metric_value": value}
         states["checkpoint_metric_key"] = key
-        self.publish(wait=True)  # the failure of an asynchronous save would be taken for this one's
+        self.publish(wait=True)  # so that an earlier asynchronous save cannot fail in place of this one
         saved = self._try(lambda: self._write(f"best_global_step{step}", states, value, key))
         if self.publish(wait=True) and saved:
             print(f"Saved the best checkpoint so far, of step {step}: {key} {value:.4f}.", flush=True)
         else:
-            self._best = before  # of the checkpoint that is saved
+            self._best = before  # the best of a saved checkpoint
 
     def publish(self, wait: bool = False) -> bool:
-        """Have idle ranks give an asynchronous save its name, if it is written by now; False if it failed."""
+        """Let idle ranks publish an asynchronous save if it is written by now; False if it failed."""
         return self._try(lambda: self._finish(wait))
 
     def _key_in(self, evaluated: Mapping[str, float]) -> str | None:
@@ -106,17 +107,17 @@ class Saver:
         ray.get(refs)
 
     def _finish(self, wait: bool) -> None:
-        if self._args.actor.backend == "megatron":  # DeepSpeed's checkpoints are whole when saving returns
+        if self._args.actor.backend == "megatron":  # DeepSpeed's checkpoints are complete when saving returns
             ray.get(self._models.actor.async_run_method(method_name="finish_checkpoint", wait=wait))
 
     def _try(self, save: Callable[[], Any]) -> bool:
-        """Call ``save``; False if a checkpoint could not be written, in which case training goes on."""
+        """Call ``save``; False if a checkpoint could not be written, in which case training continues."""
         try:
             with write_errors(self._args.ckpt):
                 save()
         except CheckpointWriteError as error:
             self.failures.append(str(error))
             room = "Make room; training" if is_full(error) else "Training"
-            print(f"Warning: {error} {room} goes on, and the next save will try again.", flush=True)
+            print(f"Warning: {error} {room} continues, and the next save tries again.", flush=True)
             return False
         return True

@@ -21,7 +21,7 @@ Peaks = dict[str, int]  # phase to bytes, for one process
 
 
 class StepCosts:
-    """Costs of the step in progress; the controller reports how far it has come.
+    """Costs of the current step, whose progress the controller reports.
 
     Args:
         args: the run's arguments.
@@ -41,11 +41,11 @@ class StepCosts:
         self.begin()
 
     def begin(self) -> None:
-        """A step starts now; the time since the end of the last one belongs to neither."""
+        """Begin a step; the time since the end of the last one belongs to neither."""
         self._begun = time.perf_counter()
 
-    def sampled(self, rows: Sequence[Row]) -> None:
-        """The rollout has ended with ``rows``."""
+    def after_rollout(self, rows: Sequence[Row]) -> None:
+        """Count the ``rows`` of the rollout, and the engines' memory."""
         lengths = [len(row.tokens) for row in rows]
         self.response_tokens = sum(row.num_actions for row in rows)
         self._costs = {
@@ -56,31 +56,32 @@ class StepCosts:
             self._costs[names.FLOPS_FORWARD] = float(forward_flops(self._shape, lengths, self.response_tokens))
         self._costs |= _largest("engine", self._engine_peaks(names.GENERATION))
 
-    def trained(self) -> None:
-        """The new weights have reached the engines."""
+    def after_training(self) -> None:
+        """Take the peak memory of training and of the weight transfer."""
         self._costs |= _largest("engine", self._engine_peaks(names.BROADCAST))
         self._costs |= _largest("actor", ray.get(self._actors.async_run_method(method_name="take_peak_memory")))
 
     def end(self) -> dict[str, float]:
-        """The step ends now. Return its metrics."""
+        """End the step; returns its metrics."""
         return self._costs | {names.TIMING_STEP_WALL: time.perf_counter() - self._begun}
 
     def _engine_peaks(self, phase: str) -> list[Peaks]:
         peaks: list[Peaks] = []
         for answer in [engine.take_peak_memory.remote(phase) for engine in self._engines]:
-            with suppress(RayError):  # an engine died, which the next weight transfer will notice
+            with suppress(RayError):  # a dead engine, which the next weight transfer notices
                 peaks += ray.get(answer)
         return peaks
 
 
 def dense_shape(model: str) -> ModelShape | None:
-    """Shape of a checkpoint; None if :func:`forward_flops` does not know its layers. Does not run the model's code."""
+    """Return a checkpoint's shape; None if :func:`forward_flops` does not know its layers. Runs no code of the
+    model."""
     config = known_config(model)
     return None if config is None or getattr(config, "num_experts", None) else ModelShape.of(config)
 
 
 def _largest(process: str, peaks: Iterable[Peaks]) -> dict[str, float]:
-    """Metrics with the peak memory, in GiB, of the process that took most in each phase."""
+    """Return each phase's peak memory, in GiB, of the process that took most."""
     found: dict[str, float] = {}
     for each in peaks:
         for phase, size in each.items():

@@ -15,16 +15,16 @@ from openrlhf_gtpo.training.arguments import Arguments
 
 
 def stop_file(args: Arguments) -> Path:
-    """The file whose presence is a request to stop. Following the request removes it, so that whoever made it sees
-    that, and a resumed run does not find it."""
+    """Return the file that asks the run to stop. The run removes it when it stops, so that its maker sees that, and a
+    resumed run does not find it."""
     return Path(args.ckpt.stop_file or Path(args.ckpt.path) / "stop")
 
 
 def prepare(args: Arguments) -> None:
-    """Prepare for requests to stop this run, and have SIGUSR1 to the driver make one.
+    """Prepare for requests to stop this run, and let SIGUSR1 to the driver make one.
 
-    Without ``--ckpt.stop_file``, a request found here can only have been meant for an earlier run and is removed. A
-    file that the flag names stays: whoever gives each run its own may ask before the run has come this far.
+    Without ``--ckpt.stop_file``, remove a request that is there already: it was meant for an earlier run. A file that
+    the flag names stays, because it may be this run's own, made early.
 
     Raises:
         OSError: no file can be created there.
@@ -32,16 +32,16 @@ def prepare(args: Arguments) -> None:
     path = stop_file(args)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, "a file, not a folder, asks a run to stop", str(path))
+        raise IsADirectoryError(errno.EISDIR, "the request to stop must be a file, not a folder", str(path))
     if not args.ckpt.stop_file:
         path.unlink(missing_ok=True)
 
     def ask(number: int, frame: FrameType | None) -> None:
         try:
             path.touch()
-            said = "the run stops after this step, with a checkpoint."
+            said = "the run saves a checkpoint after this step and stops."
         except OSError as error:
-            said = f"the run goes on, as {path} cannot be made ({error.strerror})."
+            said = f"the run does not stop, because {path} cannot be created ({error.strerror})."
         print(f"SIGUSR1: {said}", file=sys.stderr, flush=True)
 
     signal.signal(signal.SIGUSR1, ask)

@@ -1,14 +1,13 @@
-"""A stream of prompts in place of a loop over rollouts (``--train.partial_rollout_enable``): engines sample all the
+"""A stream of prompts instead of a loop over rollouts (``--train.partial_rollout_enable``): engines sample all the
 time, and weights change between two tokens of a response.
 
-At every transfer the engines are paused. After it prompts are drawn until those of ``1 + (N + 1) // 2`` steps are in
-flight or ready, with N = ``--train.max_staleness``. No group is trained on more than N steps after it was asked for,
-and none is dropped for its age: a step takes the groups that are complete first, but waits for one that the steps
-after it could not take any more. With prompts of 1 + N steps in flight that would be first in, first out; with fewer,
-short responses overtake long ones.
+Engines pause during a transfer. After it, prompts are drawn until ``1 + (N + 1) // 2`` steps of them are in flight or
+ready, with N = ``--train.max_staleness``. Every group is trained on, at most N steps after its request: a step takes
+the groups that are complete first, but waits for a group that later steps could not take any more. With 1 + N steps of
+prompts in flight that would be first in, first out; with fewer, short responses overtake long ones.
 
-The engines' thread collects what they answer, under the lock of ``Engines.changed``. :meth:`still` takes it too: while
-weights are sent or a checkpoint is written, nothing is drawn or asked; nor while that thread evaluates the policy.
+The engines' thread collects answers under the lock of ``Engines.changed``. :meth:`still` takes the lock too, so that
+nothing is drawn or asked while weights are sent or a checkpoint is written. Nor is it while that thread evaluates.
 """
 
 import time
@@ -26,18 +25,18 @@ from openrlhf_gtpo.training.rollout.packed import pack, pack_json, unpack, unpac
 from openrlhf_gtpo.training.rows import Request, Rollout, Row
 from openrlhf_gtpo.training.settings.run import steps_in_flight
 
-_COUNTS = ("prompts", "tokens", "dropped")  # of what was sampled for the next step
-_LOOK_EVERY = 0.2  # seconds after which the thread learns of new requests
+_COUNTS = ("prompts", "tokens", "dropped")  # of the rollout for the next step
+_LOOK_EVERY = 0.2  # seconds until the thread looks for new requests
 
 
 @dataclass(eq=False)
 class _Prompt:
-    """A prompt that was drawn and not trained on."""
+    """A prompt that was drawn but not trained on yet."""
 
     request: Request
     episode: int
-    version: int = 0  # of the weights with which it was asked
-    rows: list[Row] = field(default_factory=list)  # of its group, once it is complete
+    version: int = 0  # of the weights at its request
+    rows: list[Row] = field(default_factory=list)  # its group, once complete
 
 
 class Stream(Rollouts):
@@ -45,7 +44,7 @@ class Stream(Rollouts):
 
     Args:
         sampler, loader, engines, may_sample_ahead: as for ``Rollouts``.
-        max_staleness: how many steps a token may be older than the policy that trains on it.
+        max_staleness: maximum steps from the policy that sampled a token to the policy that trains on it.
     """
 
     def __init__(
@@ -54,18 +53,18 @@ class Stream(Rollouts):
         super().__init__(sampler, loader, engines, may_sample_ahead)
         self._max_staleness = max_staleness
         self._ahead = steps_in_flight(max_staleness) - 1
-        self._prompts: dict[int, _Prompt] = {}  # all that were drawn and not trained on, by number
-        self._complete: list[_Prompt] = []  # those of them that have rows, in the order in which they came
-        self._groups: Groups | None = None  # which engines were asked for; made at the beginning
+        self._prompts: dict[int, _Prompt] = {}  # all that were drawn but not trained on, by number
+        self._complete: list[_Prompt] = []  # of these, prompts with rows, in order of completion
+        self._groups: Groups | None = None  # requests to engines; made at the beginning
         self._episode = 0  # whose prompts are trained on
-        self._drawing = 0  # the episode whose prompts are drawn
-        self._end = 0  # the first episode that the run does not have
-        self._next = Rollout([], 0, False)  # counts what was sampled since the last step
-        self._waited = 0.0  # seconds without an answer, since weights were sent
+        self._drawing = 0  # whose prompts are drawn
+        self._end = 0  # the first episode after the run
+        self._next = Rollout([], 0, False)  # counts since the last step
+        self._waited = 0.0  # seconds without an answer since weights were sent
         self._ended = False
 
     def begin(self, episode: int, end: int) -> None:
-        """Also ask again for the prompts that are in flight in the checkpoint, which belong to the first episodes."""
+        """Begin, and ask again for the checkpoint's prompts in flight, which belong to the first episodes."""
         self._episode, self._drawing, self._end = episode, max(self._drawing, episode), end
         self._groups = Groups(self._sampler, self._sampler.training_params())
         for prompt in self._prompts.values():
@@ -74,11 +73,11 @@ class Stream(Rollouts):
         self._engines.ask(self._collect)
 
     def next(self) -> Rollout | None:
-        """The next step's rollout, of groups that are complete; an episode's last one has what is left. None if
-        weights have to be sent first.
+        """Return the next step's rollout of complete groups; an episode's last one has the rest. None if weights must
+        be sent first.
 
         Raises:
-            Exception: what was raised on the engines' thread.
+            Exception: from the engines' thread.
         """
         engines = self._engines
         with engines.changed:
@@ -90,31 +89,30 @@ class Stream(Rollouts):
             return None if engines.lack_weights else self._take()
 
     def drain(self) -> bool:
-        """Engines go on: they are paused while weights are sent."""
+        """Wait for nothing: engines pause while weights are sent, and continue."""
         return True
 
     def weights_sent(self) -> bool:
-        """The engines are asked for more."""
+        """Ask the engines for more."""
         if self._groups is not None:
             self._waited = 0.0
             self._draw_ahead()
         return True
 
     def still(self) -> AbstractContextManager[Any]:
-        """Within this block no prompt is drawn, and no engine asked for a response to train on, before weights are
-        sent."""
+        """Return a context in which no prompt is drawn and no engine is asked for a response to train on."""
         return self._engines.changed
 
     def is_moving(self, seconds: float) -> bool:
         return not self._groups or self._waited < seconds
 
     def end(self) -> None:
-        """No step follows."""
+        """End: no step follows."""
         self._ended = True
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: the place in the data, groups that are ready, prompts in flight, and counts for the next
-        step."""
+        """Return a checkpoint's state: the place in the data, ready groups, prompts in flight, and the next step's
+        counts."""
         in_flight = [prompt for prompt in self._prompts.values() if not prompt.rows]
         rows = [replace(row, label=None) for prompt in self._complete for row in prompt.rows]
         prompts = []
@@ -122,7 +120,7 @@ class Stream(Rollouts):
             request = each.request
             own = (request.prompt, request.label, request.number, each.episode, each.version, len(each.rows))
             prompts.append((*own, request.variables))
-        # If too many were dropped, a run that goes on may drop as many again: whatever failed may be mended by then.
+        # After too many failures, a resumed run may drop as many again: the cause may be repaired by then.
         seen = replace(self._next, dropped=0) if self.has_failed else self._next
         counts = [getattr(seen, name) for name in _COUNTS]
         kept = {"rows": pack(rows), "prompts": pack_json(prompts), "drawing": self._drawing, "counts": counts}
@@ -133,14 +131,14 @@ class Stream(Rollouts):
         if kept is None:
             if super().restore(state):
                 raise TrainingStopped(
-                    "The checkpoint is of a run without --train.partial_rollout_enable, and holds a rollout that was "
-                    "sampled ahead; leave that flag out to go on from it."
+                    "The checkpoint holds a rollout that was sampled ahead without --train.partial_rollout_enable; "
+                    "leave that flag out to resume from it."
                 )
             return 0
         rows = iter(unpack(kept["rows"]))
         for text, label, number, episode, version, count, *variables in unpack_json(kept["prompts"]):
             request = self._sampler.request((text, label, None), number)
-            if variables:  # an earlier version's have none; the template may make another text of the row today
+            if variables:  # an earlier version's have none; today's template might make another text of the row
                 request = request._replace(variables=variables[0])
             prompt = _Prompt(request, episode, version)
             prompt.rows = [next(rows) for _ in range(count)]
@@ -148,12 +146,12 @@ class Stream(Rollouts):
             if count:
                 self._complete.append(prompt)
         self._drawing = kept["drawing"]
-        for name, count in zip(_COUNTS, kept["counts"], strict=False):  # an earlier version's have one more
+        for name, count in zip(_COUNTS, kept["counts"], strict=False):  # an earlier version had one more
             setattr(self._next, name, count)
         return len(self._prompts) + self._next.prompts
 
     def _draw_ahead(self) -> None:
-        """Draw and ask for the next step, and for as many after it as features let be sampled with these weights."""
+        """Draw and ask for the next step, and for as many steps after it as features allow with these weights."""
         ahead, per_step, may_sample_ahead = 0, self._sampler.per_rollout, self._may_sample_ahead
         assert may_sample_ahead is not None
         while ahead < self._ahead and may_sample_ahead(ahead + 1):
@@ -161,7 +159,7 @@ class Stream(Rollouts):
         drawn = Counter(prompt.episode for prompt in self._prompts.values())
         while self._drawing < self._end:
             drawn[self._drawing] += 1
-            if sum(-(-count // per_step) for count in drawn.values()) > 1 + ahead:  # no step has prompts of two
+            if sum(-(-count // per_step) for count in drawn.values()) > 1 + ahead:  # no step mixes episodes
                 break
             if not self._draw():
                 drawn[self._drawing - 1] -= 1
@@ -182,7 +180,7 @@ class Stream(Rollouts):
         self._groups.ask(prompt.request)
 
     def _chosen(self) -> list[_Prompt] | None:
-        """The groups that the next step takes; None if it waits for more."""
+        """Choose the next step's groups; None if it must wait for more."""
         version, episode, per_step = self._engines.version, self._episode, self._sampler.per_rollout
         ready = [prompt for prompt in self._complete if prompt.episode == episode]
         mine = [prompt for prompt in self._prompts.values() if prompt.episode == episode]
@@ -191,8 +189,8 @@ class Stream(Rollouts):
             return None
         chosen: dict[int, _Prompt] = {}
         for later in range(self._max_staleness + 1):
-            # So many steps later groups of this version are taken for the last time. The steps after this one take
-            # ``later * per_step`` of them until then, and this one the others.
+            # Groups up to version ``last`` must be taken within ``later`` more steps. These can take ``later *
+            # per_step`` of them, so this step has to take the others.
             last = version + later - self._max_staleness
             due = min(sum(prompt.version <= last for prompt in mine) - later * per_step, size)
             for prompt in ready:
@@ -218,7 +216,7 @@ class Stream(Rollouts):
         return self._sampler.rollout(groups, rollout.prompts + len(taken), rollout)
 
     def _collect(self) -> None:
-        """On the engines' thread, again and again until the run ends: collect what they answer."""
+        """On the engines' thread: collect answers, and queue itself again until the run ends."""
         groups = self._groups
         assert groups is not None
         if self._ended:
@@ -235,7 +233,7 @@ class Stream(Rollouts):
                 self._next.seconds += waited
                 for request, parts in groups.complete(answered):
                     self._take_up(request, parts)
-        except BaseException as error:  # the controller's thread raises it
+        except BaseException as error:  # raised on the controller's thread
             self._failure = error
             return
         self._engines.ask(self._collect)
@@ -250,5 +248,5 @@ class Stream(Rollouts):
             return
         del self._prompts[request.number]
         self._next.prompts += 1
-        if self._drawing == prompt.episode:  # whose next prompt takes its place
+        if self._drawing == prompt.episode:  # replace it by the episode's next prompt
             self._draw()

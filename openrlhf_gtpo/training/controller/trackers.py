@@ -1,4 +1,4 @@
-"""Where a run's numbers go: ``metrics.jsonl``, and OpenRLHF's loggers for TensorBoard and W&B."""
+"""The destinations of a run's numbers: ``metrics.jsonl``, and OpenRLHF's loggers for TensorBoard and W&B."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,8 +16,8 @@ _SAMPLE_LENGTH = 2000  # characters kept from the end of a step's sample
 
 
 class FlushedTensorboard(TensorboardLogger):
-    """Upstream's logger; its logs are on disk before a checkpoint follows (torch's writer may hold them for 120 s). A
-    full disk costs a log and not the run."""
+    """Upstream's logger, which flushes its logs to disk before a checkpoint follows (torch's writer may hold them for
+    120 s). A full disk costs a log but not the run."""
 
     def log_train(self, *args: Any) -> None:
         self._log(super().log_train, *args)
@@ -30,18 +30,18 @@ class FlushedTensorboard(TensorboardLogger):
             log(step, logs)
             self.writer.flush()
         except OSError as error:
-            print(f"Warning: TensorBoard misses logs of step {step} ({error.strerror}).", flush=True)
+            print(f"Warning: TensorBoard lacks the logs of step {step} ({error.strerror}).", flush=True)
             # Its thread may have ended; the next event opens another file.
             self.writer.file_writer = self.writer.all_writers = None
 
     def go_on(self, step: int) -> None:
-        """Have TensorBoard discard what it was told about the steps after ``step``, which are run again."""
-        self.writer.close()  # the next event opens a file, in which the purge comes first
+        """Let TensorBoard discard the steps after ``step``, which the run repeats."""
+        self.writer.close()  # the next event opens a file that begins with the purge
         self.writer.purge_step = step + 1
 
 
 class ResumedWandb(WandbLogger):
-    """Upstream's logger; a run that is started again goes on in its W&B run, which gets each step once."""
+    """Upstream's logger, which continues the W&B run of a resumed run and sends each step once."""
 
     def __init__(self, args: Any) -> None:
         self._run = WandbRun(args)
@@ -58,7 +58,7 @@ class ResumedWandb(WandbLogger):
 
 
 class Trackers:
-    """All of a run's trackers, those that its arguments ask for."""
+    """All trackers that a run's arguments ask for."""
 
     def __init__(self, args: Arguments) -> None:
         self._args = args
@@ -68,7 +68,7 @@ class Trackers:
         self._writer = MetricsWriter(args.logger.metrics_path) if args.logger.metrics_path else None
 
     def begin(self, step: int) -> Rows:
-        """The run goes on after ``step``, or begins at 0. Returns the earlier lines of a run that goes on."""
+        """Begin a run at 0, or resume it after ``step``; returns the earlier lines of a resumed run."""
         if self._tensorboard:
             self._tensorboard.go_on(step)
         if self._writer is None:
@@ -79,15 +79,15 @@ class Trackers:
         return self._writer.begin(step, about | offers(args))
 
     def phase(self, name: str) -> None:
-        """What the run does now, for those who watch."""
+        """Note the run's current phase, for watchers."""
         if self._writer:
             self._writer.phase(name)
 
     def train(self, step: int, metrics: Mapping[str, Any], notes: Mapping[str, str], stays: bool = True) -> None:
-        """A step's metrics, and notes by name; ``generated_samples`` is a text with its reward.
+        """Write a step's metrics, and notes by name; ``generated_samples`` is a text with its reward.
 
         Args:
-            stays: False for a step that the run ends for and makes again, which W&B would take only once.
+            stays: False for a step that ends the run and is repeated later, because W&B takes a step only once.
         """
         if self._writer:
             numbers = {name: value for name, value in metrics.items() if is_number(value)}
@@ -100,25 +100,25 @@ class Trackers:
                 logger.log_train(step, dict(metrics))
 
     def evaluation(self, step: int, metrics: Mapping[str, float], more: Mapping[str, float]) -> None:
-        """Upstream's metrics of an evaluation, and ``more`` for ``metrics.jsonl``."""
+        """Write upstream's metrics of an evaluation, and ``more`` to ``metrics.jsonl``."""
         for logger in self._loggers:
             logger.log_eval(step, dict(metrics))
         if self._writer:
             self._writer.write(names.KIND_EVAL, step, {**metrics, **more})
 
     def flush(self) -> None:
-        """Write what waits for room on a full disk."""
+        """Write lines that wait for room on a full disk."""
         path = self._args.logger.metrics_path
         if (writer := self._writer) is not None and path is not None:
             keep_trying(lambda _: writer.flush(), path)
 
     def close(self) -> None:
-        """No step follows."""
+        """Close the loggers: no step follows."""
         for logger in self._loggers:
             logger.close()
 
     def end(self) -> None:
-        """The trained model is written."""
+        """Note that the trained model is written."""
         if self._writer:
             self._writer.end()
             self.flush()

@@ -1,4 +1,4 @@
-"""Which W&B run a run logs to, so that it goes on in the same one when it is started again."""
+"""The W&B run that a run logs to, and continues in after a restart."""
 
 import json
 import os
@@ -12,11 +12,11 @@ from openrlhf_gtpo.training.arguments import Arguments
 
 
 class WandbRun:
-    """A W&B run's id and the last steps that it has, kept in a file in ``--ckpt.path``.
+    """A W&B run's id and its last logged steps, kept in a file in ``--ckpt.path``.
 
     W&B cannot forget a step: rewinding a run is in private preview, and refused until W&B has noticed that the run
-    died (https://github.com/wandb/wandb/issues/10438). Offline it does not know what it has. So of a step that is run
-    again, this lets W&B keep the first values.
+    died (https://github.com/wandb/wandb/issues/10438). Offline it does not know its steps. So W&B keeps the first
+    values of a repeated step.
     """
 
     def __init__(self, args: Arguments) -> None:
@@ -24,12 +24,12 @@ class WandbRun:
         self._folder = os.path.realpath(args.ckpt.path)
 
     def forget(self) -> None:
-        """Have the run that starts get a W&B run of its own."""
+        """Forget the W&B run, so that the run that starts gets a new one."""
         self._path.unlink(missing_ok=True)
 
     def open(self) -> None:
-        """Have ``wandb.init`` go on in the run of the file, or in that of WANDB_RUN_ID; in a new one if there is none,
-        or the folder is a copy, whose original may go on too."""
+        """Let ``wandb.init`` continue the run in the file, or the run of WANDB_RUN_ID; otherwise start a new one, also
+        if the folder is a copy, whose original may continue too."""
         saved: dict[str, Any] = {}
         with suppress(OSError, ValueError):
             saved = json.loads(self._path.read_text(encoding="utf-8"))
@@ -43,7 +43,7 @@ class WandbRun:
         self._save()
 
     def takes(self, kind: str, step: int) -> bool:
-        """True if W&B does not have the logs ``kind`` of ``step``, and takes note that it gets them now."""
+        """Return True if W&B lacks the ``kind`` logs of ``step``, and note that it gets them now."""
         if step <= self._state["steps"].get(kind, -1):
             return False
         self._state["steps"][kind] = step
@@ -51,5 +51,5 @@ class WandbRun:
         return True
 
     def _save(self) -> None:
-        with suppress(OSError):  # a full disk: after a restart W&B may get a step twice
+        with suppress(OSError):  # on a full disk W&B may get a step twice after a restart
             replace_text(self._path, json.dumps(self._state) + "\n")

@@ -243,7 +243,7 @@ def test_one_look_before_the_start(chat: Any, tmp_path: Path, capsys: pytest.Cap
     shown = notes(chat(QWEN, **unread) | with_agent, capsys)
     assert "has 37 tokens, 59, 85, 83, 69, 82, 61, 55, 72 …" in shown and "0 BOS (^)" in shown
     assert "\n[user]What is 0 + 0?[/][assistant]()|\n" in shown
-    assert "does not read thinking, which" in shown and "date" not in shown
+    assert "does not read thinking: no effect" in shown and "date" not in shown
     assert "a second turn" in shown  # the empty thought is not printed again
     assert "a second turn" not in notes(chat(QWEN) | with_agent, capsys)
 
@@ -277,7 +277,7 @@ def test_messages_with_the_letters_of_special_tokens_are_counted(
     given: list[Any] = ["a", "a<.><model>b", [{"role": "user", "content": "<.>"}]]
     path = table(tmp_path / "a.jsonl", [{"question": one, "answer": "b"} for one in given])
     shown = notes(command | {"--data.prompt_dataset": path}, capsys)
-    assert "2 rows have the letters of special tokens in their messages, such as <.> in row 2" in shown
+    assert "the messages of 2 rows contain the text of a special token, such as <.> in row 2" in shown
     plain = table(tmp_path / "b.jsonl", [{"question": "a < b >", "answer": "b"}])
     assert "special tokens" not in notes(command | {"--data.prompt_dataset": plain}, capsys)
 

@@ -160,10 +160,10 @@ def test_a_prompt_that_does_not_fit(refused: Callable[..., str], data_flag: str,
     path = table(tmp_path / "long.jsonl", [*ROWS, {"question": "x" * 49, "answer": ""}])
     said = f"{data_flag} {path}: the prompt of row 5 has 49 tokens, but"
     assert refused({data_flag: path}).startswith(
-        f"{said} --data.max_len 64 with --rollout.max_new_tokens 16 leaves 48; "
+        f"{said} --data.max_len 64 with --rollout.max_new_tokens 16 leaves room for 48; "
     )
     unlimited = {data_flag: path, "--rollout.max_new_tokens": None, "--data.max_len": 49}
-    assert refused(unlimited) == f"{said} --data.max_len 49 leaves 48; raise --data.max_len or drop it."
+    assert refused(unlimited) == f"{said} --data.max_len 49 leaves room for 48; raise --data.max_len or drop that row."
 
 
 def test_a_prompt_that_just_fits(command: dict[str, Any], tmp_path: Path) -> None:

@@ -121,4 +121,4 @@ def test_its_own_code_is_refused(guided: dict[str, Any], model: Path, tmp_path: 
     other = shutil.copytree(model, tmp_path / "own")
     config = json.loads((other / "config.json").read_text()) | {"auto_map": {"AutoConfig": "x.Y"}}
     (other / "config.json").write_text(json.dumps(config))
-    assert "brings Python code of its own" in refused(guided | {"--algo.guide.model_name_or_path": other})
+    assert "brings its own Python code" in refused(guided | {"--algo.guide.model_name_or_path": other})

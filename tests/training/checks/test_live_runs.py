@@ -109,7 +109,9 @@ def test_a_run_waits_for_one_that_is_ending(start, tmp_path: Path, monkeypatch, 
     with alone(run_of(tmp_path / "first"), patience=600.0):
         said = capsys.readouterr().err.splitlines()
     assert (
-        len(said) == 1 and f"in use by another run (process {first.pid} on" in said[0] and "600 s at most" in said[0]
+        len(said) == 1
+        and f"in use by another run (process {first.pid} on" in said[0]
+        and "waiting up to 600 s" in said[0]
     )
 
 

@@ -124,7 +124,10 @@ def test_weights_of_another_configuration(refused: Callable[..., str], model: Pa
     """Transformers makes up the weights of a missing layer, differently each time."""
     for change, message in (
         ({"num_hidden_layers": 2}, "lacks 9 of the weights that its config.json asks for, such as model.layers.1."),
-        ({"intermediate_size": 32}, "is (16, 16), and its config.json asks for (16, 32); are weights and config.json"),
+        (
+            {"intermediate_size": 32},
+            "has shape (16, 16), but its config.json asks for (16, 32); give weights and config.json",
+        ),
     ):
         path = copy_model(model, tmp_path / next(iter(change)))
         config = json.loads((path / "config.json").read_text())
@@ -142,7 +145,7 @@ def test_a_tied_head_that_is_another(model: Path, tmp_path: Path, change: float)
     weights = load_file(path / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + change
     save_file(weights, path / "model.safetensors", {"format": "pt"})
-    differs = r"lm_head.weight and model.embed_tokens.weight differ, and config.json says .*; set it to false."
+    differs = r"lm_head.weight and model.embed_tokens.weight differ, but config.json ties them .*; set it to false."
     with pytest.raises(UsageError, match=differs) if change else nullcontext():
         Model(str(path), "--actor.model_name_or_path").check_weights()
 
@@ -152,7 +155,7 @@ def test_a_vision_language_model(
 ) -> None:
     path = copy_model(model, tmp_path / "sees")
     (path / "config.json").write_text('{"model_type": "qwen2_vl", "vision_config": {}}')
-    assert "has no credit for image positions yet" in refused({"--actor.model_name_or_path": path})
+    assert "does not support images yet" in refused({"--actor.model_name_or_path": path})
     upstreams = {"--algo.advantage.estimator": "group_norm", "--actor.model_name_or_path": path}
     check(parse(argv_of(command | upstreams)))
 
@@ -165,7 +168,7 @@ def test_experts_that_vllm_cannot_take(
     path = copy_model(model, tmp_path / family)
     (path / "config.json").write_text(json.dumps({"model_type": family}))
     message = refused({"--actor.model_name_or_path": path, "--algo.advantage.estimator": estimator})
-    assert f"vLLM cannot take the experts of '{family}' from training" in message
+    assert f"vLLM can load the experts of '{family}' only from files" in message
 
 
 # ── A checkpoint with code of its own ──
@@ -202,9 +205,7 @@ def test_code_of_a_checkpoint_is_not_run_unasked(
 ) -> None:
     path = with_code(file)
     message = refused({"--actor.model_name_or_path": path} | changes)
-    assert message.startswith(
-        f"--actor.model_name_or_path {path} brings Python code of its own (auto_map in its {file})"
-    )
+    assert message.startswith(f"--actor.model_name_or_path {path} brings its own Python code (auto_map in its {file})")
     assert "give --actor.trust_remote_code" in message
     assert not (tmp_path / "mark").exists()
 
@@ -239,9 +240,9 @@ def test_code_of_every_model_that_is_named_is_looked_for(
 ) -> None:
     path = with_code("config.json")
     reward = {"--reward.remote_url": None, "--reward.model_name_or_path": path}
-    assert refused(reward).startswith(f"--reward.model_name_or_path {path} brings Python code")
+    assert refused(reward).startswith(f"--reward.model_name_or_path {path} brings its own Python code")
     critic = {"--algo.advantage.estimator": "gae", "--critic.model_name_or_path": path}
-    assert refused(critic).startswith(f"--critic.model_name_or_path {path} brings Python code")
+    assert refused(critic).startswith(f"--critic.model_name_or_path {path} brings its own Python code")
 
 
 def test_code_of_a_model_of_the_hub(
@@ -255,7 +256,7 @@ def test_code_of_a_model_of_the_hub(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cached.parent))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     message = refused({"--actor.model_name_or_path": "someone/coded"})
-    assert message.startswith("--actor.model_name_or_path someone/coded brings Python code of its own")
+    assert message.startswith("--actor.model_name_or_path someone/coded brings its own Python code")
     assert not (tmp_path / "mark").exists()
 
 

@@ -56,7 +56,7 @@ def test_rows_of_another_group_size_are_not_trained_on(
         wrong = "another --rollout.n_samples_per_prompt"
         if not earlier:
             wrong = (
-                rf"n_samples_per_prompt is {samples}, and was 3: .* has \d+ prompts that were sampled ahead; give 3"
+                rf"n_samples_per_prompt is now {samples}, was 3: .* holds \d+ prompts that were sampled ahead; give 3"
             )
         with pytest.raises(AssertionError if earlier else UsageError, match=wrong):
             again.controller.fit()
@@ -95,11 +95,11 @@ def test_what_differs_is_named_or_refused(
             make = lambda *given, **more: KINDS[kind](*given, flag, value, **more)  # noqa: B023, E731
             again = make(monkeypatch, tmp_path / f"{kind}{step}", 8, loaded=states_of(whole, step))
             if ahead_refuses is None or (ahead_refuses and kind == "one step off" and step == 3):
-                with pytest.raises(UsageError, match=f"{flag} is {value}, and was "):
+                with pytest.raises(UsageError, match=f"{flag} is now {value}, was "):
                     again.controller.fit()
             else:
                 again.controller.fit()
-                assert f"Going on after step {step}: {flag} is {value}, and was " in capsys.readouterr().out
+                assert f"Going on after step {step}: {flag} is now {value}, was " in capsys.readouterr().out
 
 
 def prompts_of(run: Any) -> list[str]:
@@ -129,7 +129,7 @@ def test_rows_that_were_appended_are_drawn_from_the_next_episode_on(
         again = KINDS[kind](monkeypatch, tmp_path / f"{step}", more, loaded=states)
         capsys.readouterr()
         after = prompts_of(again)
-        assert "--data.prompt_dataset has 22 rows, and had 16, which come first:" in capsys.readouterr().out
+        assert "--data.prompt_dataset now has 22 rows, had 16: appended rows" in capsys.readouterr().out
         trained = before[: 4 * step] + after
         assert sorted(trained[:16]) == sorted(PROMPTS)
         # Engines that are ahead may have begun the second pass, which is of the old rows then.
@@ -150,7 +150,7 @@ def test_a_pass_over_other_rows_is_not_completed(
     whole = KINDS[kind](monkeypatch, tmp_path / "whole", PROMPTS)
     whole.controller.fit()
     again = KINDS[kind](monkeypatch, tmp_path / "again", other, loaded=states_of(whole, 1))
-    wrong = rf"--data.prompt_dataset has {len(other)} rows, and had 16, .* \d+ of those were drawn in this episode"
+    wrong = rf"--data.prompt_dataset now has {len(other)} rows, had 16, .* \d+ of them were drawn in this episode"
     with pytest.raises(UsageError, match=wrong):
         again.controller.fit()
     assert not again.actors.trained
@@ -167,7 +167,7 @@ def test_a_new_pass_may_be_over_other_rows(
         again = IN_TURN(monkeypatch, tmp_path / f"{name} again", other, loaded=states_of(whole, per_pass))
         capsys.readouterr()
         assert sorted(prompts_of(again)) == sorted(other)
-        assert f"--data.prompt_dataset has 12 rows, and had {prompts}, not the same" in capsys.readouterr().out
+        assert f"--data.prompt_dataset now has 12 rows, had {prompts}, and they differ" in capsys.readouterr().out
 
 
 def test_other_questions_have_no_best_checkpoint_yet(
@@ -183,4 +183,6 @@ def test_other_questions_have_no_best_checkpoint_yet(
         again = test_resume.Run(monkeypatch, tmp_path / name, 16, loaded=copy.deepcopy(states))
         again.fit()
         assert ("best_global_step6" in again.saved) == (name == "other")
-        assert ("held-out numbers are of other questions now" in capsys.readouterr().out) == (name == "other")
+        assert ("held-out numbers, and the best, are for other questions now" in capsys.readouterr().out) == (
+            name == "other"
+        )

@@ -38,17 +38,19 @@ def test_metrics_of_another_run_are_not_added_to(command: dict[str, Any], tmp_pa
 
         resumed = argv_of(command | {"--ckpt.load_enable": True})
         check_metrics_file(parse(resumed))  # it died before its first checkpoint
-        with pytest.raises(UsageError, match="died before its first checkpoint; give --ckpt.load_enable to begin"):
+        with pytest.raises(
+            UsageError, match="died before its first checkpoint; give --ckpt.load_enable to start over"
+        ):
             check_metrics_file(parse(argv_of(command)))
         writer.end()
-    with pytest.raises(UsageError, match=f"and --ckpt.path {checkpoints} has no checkpoint to go on with it"):
+    with pytest.raises(UsageError, match=f"and --ckpt.path {checkpoints} has no checkpoint to resume it"):
         check_metrics_file(parse(resumed))
     make_checkpoint(checkpoints)
     check_metrics_file(parse(resumed))
     for changes, flag in (({"--algo.advantage.estimator": "grpo_s"}, "--algo.advantage.estimator gtpo"),
                           ({"--train.seed": 2}, "--train.seed 42")):  # fmt: skip
         other = {name: value for name, value in command.items() if not name.startswith("--algo.gtpo")}
-        with pytest.raises(UsageError, match=f"holds a run with {flag}, whose checkpoint --ckpt.load_enable goes on"):
+        with pytest.raises(UsageError, match=f"holds a run with {flag}, but this run, which resumes"):
             check_metrics_file(parse(argv_of(other | changes | {"--ckpt.load_enable": True})))
 
 
@@ -94,7 +96,7 @@ def test_a_fresh_run_starts_in_no_folder_with_checkpoints(
     message = refused({})
     assert message == (
         f"--ckpt.path {tmp_path}/checkpoints has checkpoints of an earlier run (global_step1.corrupt, global_step2), "
-        "which this one would replace; give --ckpt.load_enable to go on from them, or another folder to start anew."
+        "which this one would replace; give --ckpt.load_enable to resume from them, or another folder to start over."
     )
     check_checkpoints(parse(argv_of(command | {"--ckpt.load_enable": True})))
     check_checkpoints(parse(argv_of(command | {"--ckpt.path": tmp_path / "anew"})))
@@ -170,7 +172,9 @@ def test_what_cannot_be_gone_on_from_is_refused(
     check_checkpoints(parse(argv_of(command | resume)))
     (folder.with_name("global_step3") / "checkpoint.json").write_text("{")
     message = refused(resume | {"--logger.metrics_path": tmp_path / "metrics.jsonl"})
-    assert "none of the checkpoints in" in message and "is whole (global_step1, global_step3); give another" in message
+    assert (
+        "none of the checkpoints in" in message and "is complete (global_step1, global_step3); give another" in message
+    )
     shutil.rmtree(folder.with_name("global_step3"))
     assert "cannot be read" in refused(
         resume | {"--ckpt.load_tag": "global_step1"}
@@ -192,8 +196,6 @@ def test_rows_that_were_sampled_with_other_settings_are_not_gone_on_from(
         make_checkpoint(tmp_path, f"global_step{step}", world_size=None, **own)
         check_checkpoints(args)
         other = changed(args, {"rollout.n_samples_per_prompt": args.rollout.n_samples_per_prompt + 1})
-        wrong = (
-            r"n_samples_per_prompt is (\d+), and was \d+: .*, and the checkpoint has 4 prompts that were sampled ahead"
-        )
+        wrong = r"n_samples_per_prompt is now (\d+), was \d+: .*, and the checkpoint holds 4 prompts"
         with pytest.raises(UsageError, match=wrong) if ahead else nullcontext():
             check_checkpoints(other)

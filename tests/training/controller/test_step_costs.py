@@ -54,8 +54,8 @@ def row(prompt: int, response: int) -> Row:
 def test_a_step_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = ModelShape.of(read_shape("tiny"))
     step = costs(monkeypatch, shape)
-    step.sampled([row(3, 5), row(2, 4)])
-    step.trained()
+    step.after_rollout([row(3, 5), row(2, 4)])
+    step.after_training()
     found = step.end()
     assert found[names.TOKENS_RESPONSE] == step.response_tokens == 4 + 3
     assert found[names.TOKENS_PROMPT] == 8 + 6 - 7
@@ -71,7 +71,7 @@ def test_a_step_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_model_whose_products_are_not_known_has_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     step = costs(monkeypatch, None)
-    step.sampled([row(3, 5)])
+    step.after_rollout([row(3, 5)])
     assert names.FLOPS_FORWARD not in step.end() and step.end()[names.TOKENS_RESPONSE] == 4
 
 
@@ -112,5 +112,5 @@ def test_an_engine_that_died_reports_no_memory(monkeypatch: pytest.MonkeyPatch) 
         return value
 
     monkeypatch.setattr(step_costs, "ray", SimpleNamespace(get=get))
-    step.sampled([row(3, 5)])
+    step.after_rollout([row(3, 5)])
     assert step.end()[names.peak_memory("engine", names.GENERATION)] == 4
