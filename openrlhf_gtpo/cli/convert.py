@@ -51,20 +51,13 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     to_megatron = commands.add_parser("hf-to-megatron", help="convert a Hugging Face folder to a weights checkpoint")
-    for kind, meaning in (
-        ("tensor", "tensor-parallel processes that write"),
-        ("pipeline", "pipeline-parallel processes that write"),
-    ):
+    for kind, meaning in (("tensor", "tensor-parallel writers"), ("pipeline", "pipeline-parallel writers")):
         to_megatron.add_argument(
             f"--{kind}-parallel", f"--{kind}-model-parallel-size", type=int, default=1, metavar="N", help=meaning
         )
     to_megatron.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: as in SRC)")
-    to_hf = commands.add_parser(
-        "megatron-to-hf", help="convert a weights or training checkpoint to a Hugging Face folder"
-    )
-    to_hf.add_argument(
-        "--base", metavar="MODEL", help="model that the adapters in SRC were trained on, if SRC holds only adapters"
-    )
+    to_hf = commands.add_parser("megatron-to-hf", help="convert a weights or training checkpoint to Hugging Face")
+    to_hf.add_argument("--base", metavar="MODEL", help="model of the adapters in SRC, if SRC holds only adapters")
     for command, run in ((to_megatron, _hf_to_megatron), (to_hf, _megatron_to_hf)):
         command.set_defaults(run=run)
         command.add_argument("source", type=Path, metavar="SRC")

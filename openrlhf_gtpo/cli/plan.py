@@ -72,11 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--prompt-length", default=work.prompt_length, help="maximum tokens of a prompt", **count)
     add("--response-length", default=work.response_length, help="maximum tokens of a response", **count)
     add("--mean-prompt", help="mean tokens of a prompt (default: half the maximum)", **number)
-    add(
-        "--mean-response",
-        help="mean tokens of a response (default: log-normal with a sixth of the maximum as median)",
-        **number,
-    )
+    add("--mean-response", help="mean tokens of a response (default: log-normal, median maximum / 6)", **number)
     add("--samples-per-prompt", default=work.samples_per_prompt, help="responses per prompt", **count)
     add("--prompts-per-step", default=work.prompts_per_step, help="prompts per rollout", **count)
     smaller = f"(default: {TRAIN_BATCH}, or all if a step has fewer)"
@@ -103,11 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--lora-rank", type=int, default=0, metavar="R", help="train adapters of this rank (default: all weights)")
     add("--placement", choices=PLACEMENTS, default=PLACEMENTS[0], help="placement of engines and training")
     add("--rollout-gpus", help=f"GPUs of the engines with --placement split {searched}", **count)
-    add(
-        "--async-enable",
-        action="store_true",
-        help="sample a rollout while the previous one trains; only with --placement split",
-    )
+    add("--async-enable", action="store_true", help="sample during training; only with --placement split")
     add("--vllm-tensor-parallel", help=searched, **count)
     add("--vllm-gpu-memory", help="fraction of each GPU's memory for vLLM (default: 0.6; split 0.85)", **number)
     moved = "move the trainer's memory to the host during rollouts, and put engines to sleep"

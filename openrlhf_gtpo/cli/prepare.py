@@ -93,13 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
     benchmarks = commands.add_parser("benchmarks", help="questions for comparing models, for cli.evaluate")
     add = benchmarks.add_argument
     add("--names", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS), help="benchmarks to write (default: all)")
-    add(
-        "--from",
-        dest="source",
-        type=Path,
-        metavar="DIR",
-        help="read NAME.jsonl, … from this folder instead of the Hub",
-    )
+    add("--from", dest="source", type=Path, metavar="DIR", help="folder with NAME.jsonl, … to read, not the Hub")
     add("--instruction", default=INSTRUCTION, metavar="TEXT", help="appended to each question")
     benchmarks.set_defaults(run=_benchmarks)
 

@@ -51,12 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     compare = commands.add_parser("compare", help="several runs: a markdown table, with means over a label's runs")
     add = compare.add_argument
-    add(
-        "runs",
-        nargs="+",
-        metavar="LABEL=FILE",
-        help="metrics of a run; repeat a label for several seeds: gtpo=a.jsonl gtpo=b.jsonl",
-    )
+    add("runs", nargs="+", metavar="LABEL=FILE", help="metrics of a run; the seeds of one method share a label")
     add("--png", type=Path, metavar="OUT", help="also draw the runs and their means")
     add("--title", default="", help="title of the PNG")
     add("--markdown", type=Path, metavar="OUT", help="also write the table to this file")
@@ -67,13 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     runs_help = "LABEL=FILE or LABEL=DIR of a run (DIR may be a TensorBoard folder), or the folder of an experiment"
     add("runs", nargs="+", metavar="RUN", help=runs_help)
     add("--baseline", metavar="LABEL", help="label that the others are compared with, over seeds and questions")
-    add(
-        "--output",
-        required=True,
-        type=Path,
-        metavar="DIR",
-        help="folder for index.html and each figure as PNG and SVG",
-    )
+    add("--output", required=True, type=Path, metavar="DIR", help="folder for index.html and figures (PNG, SVG)")
     add("--title", help="title of the page (default: the runs' labels)")
     page.set_defaults(run=_page)
 
