@@ -1,5 +1,5 @@
-"""The settings of estimators and surrogates, and what follows from the two for OpenRLHF's flags. The fields are
-declared in ``algorithms`` (``algorithms.config.setting``)."""
+"""Settings of estimators and surrogates, and their consequences for OpenRLHF's flags. ``algorithms`` declares the
+fields (``algorithms.config.setting``)."""
 
 import dataclasses
 from typing import Any
@@ -8,15 +8,15 @@ from openrlhf_gtpo.algorithms import ESTIMATORS, SURROGATES
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.training.settings.setting import Group, Ignored, Need, Values, settings_of
 
-# OpenRLHF's names for the aggregations that divide by the tokens, or by the rows, of the whole optimizer step.
+# OpenRLHF's names of the aggregations that divide by the tokens, or by the rows, of the whole optimizer step.
 AGGREGATION = {"token": "token-mean", "sequence": "seq-mean-token-mean"}
 
-# Settings of surrogates that OpenRLHF has flags for: --actor.eps_clip_low_high and --actor.dual_clip.
+# Settings of surrogates with flags of OpenRLHF: --actor.eps_clip_low_high and --actor.dual_clip.
 _UPSTREAM_FLAGS = ("clip_low", "clip_high", "dual_clip")
 
 
 def _follow_loss_level(values: dict[str, Any], given: frozenset[str]) -> None:
-    """Sequence advantages go with a sequence loss, token advantages with a token loss."""
+    """Choose a sequence loss for sequence advantages and a token loss for token advantages."""
     estimator, chosen = values["algo.advantage.estimator"], values["actor.loss_agg_mode"]
     level = ESTIMATORS[estimator].level
     if "actor.loss_agg_mode" in given and chosen != AGGREGATION[level]:
@@ -34,14 +34,15 @@ def _follow_loss_level(values: dict[str, Any], given: frozenset[str]) -> None:
 
 
 def _follow_surrogate(values: dict[str, Any], given: frozenset[str]) -> None:
-    """Take a surrogate's clip range and mean from its paper; a sequence-level one needs one advantage per row."""
+    """Take a surrogate's clip range and mean from its paper. A sequence-level surrogate needs one advantage per
+    row."""
     name, estimator = values["actor.policy_loss_type"], values["algo.advantage.estimator"]
     kind = SURROGATES[name]
     defaults = {field.name: field.default for field in dataclasses.fields(kind.config)}
     if values["actor.dual_clip"] is not None and "dual_clip" not in defaults:
         raise UsageError(
-            f"--actor.dual_clip bounds the smaller of a clipped and an unclipped term, which --actor.policy_loss_type "
-            f"{name} does not have; leave it out."
+            f"--actor.dual_clip bounds PPO's clipped objective, which --actor.policy_loss_type {name} does not have; "
+            "leave it out."
         )
     if kind.level == "sequence":
         _check_one_advantage_per_row(values, name, estimator)
@@ -53,7 +54,7 @@ def _follow_surrogate(values: dict[str, Any], given: frozenset[str]) -> None:
     if "actor.loss_agg_mode" not in given:
         values["actor.loss_agg_mode"] = AGGREGATION[kind.aggregation]
     if kind.reads and values["actor.entropy_coef"] is None:
-        values["actor.entropy_coef"] = 0.0  # with which the training forward has entropies
+        values["actor.entropy_coef"] = 0.0  # makes the training forward return entropies
     if "clip_low" in defaults and "actor.eps_clip_low_high" not in given:
         values["actor.eps_clip_low_high"] = [defaults["clip_low"], defaults["clip_high"]]
 
@@ -69,11 +70,11 @@ def _check_one_advantage_per_row(values: dict[str, Any], name: str, estimator: s
         why = "the KL in the reward gives every token its own"
         remedy = "give --algo.kl.use_loss or --algo.kl.init_coef 0"
     if why:
-        raise UsageError(f"--actor.policy_loss_type {name} wants one advantage per response, but {why}; {remedy}.")
+        raise UsageError(f"--actor.policy_loss_type {name} needs one advantage per response, but {why}; {remedy}.")
 
 
 def follow_papers(values: dict[str, Any], given: frozenset[str]) -> None:
-    """Fill in what the estimator and the surrogate take from their papers."""
+    """Fill in the values from the papers of estimator and surrogate."""
     if values["actor.policy_loss_type"] in SURROGATES:
         _follow_surrogate(values, given)
     elif values["algo.advantage.estimator"] in ESTIMATORS:
@@ -81,7 +82,7 @@ def follow_papers(values: dict[str, Any], given: frozenset[str]) -> None:
         if "actor.eps_clip_low_high" not in given:
             values["actor.eps_clip_low_high"] = [0.2, 0.28]
     if values["algo.advantage.estimator"] in ESTIMATORS and "reward.clip_range" not in given:
-        values["reward.clip_range"] = None  # OpenRLHF's ±10 is for rewards, and would cut shaped advantages
+        values["reward.clip_range"] = None  # OpenRLHF's ±10 is meant for rewards, and would clip shaped advantages
 
 
 def _is(flag: str, name: str, otherwise: str) -> Need:
@@ -123,7 +124,7 @@ _ALL_OF_THEM = Group(
 
 
 def algorithm_groups() -> tuple[Group, ...]:
-    """One group for each estimator and surrogate of the registries, and one for what they have in common."""
+    """Return one group for each estimator and surrogate of the registries, and one for what they share."""
     return (
         *(
             Group(

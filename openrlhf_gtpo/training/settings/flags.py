@@ -17,23 +17,23 @@ from openrlhf_gtpo.training.settings.run import RUN
 from openrlhf_gtpo.training.settings.setting import Group, Need, Setting, Values
 from openrlhf_gtpo.training.settings.supervision import SUPERVISION
 
-# What the core asks of a run that no flag of its own says. A feature sets it by a flag, or in a rule.
+# Values that the core needs but no flag of its own gives. A feature sets them by a flag or a rule.
 DERIVED: Values = {
-    "rollout.is_sampled": True,  # by engines, from prompts; otherwise a feature's sampler has the rows
-    "rollout.entropy": "actor",  # where the old policy's entropies come from, and
-    "rollout.log_probs": "actor",  # what several optimizer steps of a rollout are compared with
-    "rollout.joined_by": None,  # the flag because of which rows besides a rollout's own join its training
-    "rollout.forward_for": None,  # why the actor's forward must give the entropies, as a clause
-    "actor.lora": None,  # the adapters that are trained in the place of all weights: ``LoraOptions``
-    "ref.is_actor": False,  # whether the reference is the actor with its adapters off, and no model of its own
+    "rollout.is_sampled": True,  # engines sample the rows from prompts; otherwise a feature's sampler has the rows
+    "rollout.entropy": "actor",  # source of the old policy's entropies
+    "rollout.log_probs": "actor",  # source of old log-probs for several optimizer steps of a rollout
+    "rollout.joined_by": None,  # the flag that lets other rows join a rollout's training
+    "rollout.forward_for": None,  # why entropies must come from the actor's forward, as a clause
+    "actor.lora": None,  # adapters that are trained instead of all weights: ``LoraOptions``
+    "ref.is_actor": False,  # whether the reference is the actor with its adapters off
     "train.shares_prompts": False,  # whether a group's prompt is computed once; ``checks.shared_prompts`` decides
-    "rollout.replays_routes": False,  # whether rows bring the experts of their tokens, for the policy's routers
-    "vllm.others": (),  # engines besides the policy's: ``host.EngineGroup``, several or none
+    "rollout.replays_routes": False,  # whether rows bring their tokens' experts for the policy's routers
+    "vllm.others": (),  # engines besides the policy's: ``host.EngineGroup``s
 }
 
 
 def setting_groups() -> tuple[Group, ...]:
-    """All settings, in the order of --help."""
+    """Return all groups of settings, in the order of --help."""
     return (
         PRESET,
         RUN,
@@ -46,7 +46,7 @@ def setting_groups() -> tuple[Group, ...]:
 
 
 def all_settings() -> Iterator[Setting]:
-    """The settings of all groups."""
+    """Yield the settings of all groups."""
     for group in setting_groups():
         yield from group.settings
 
@@ -84,7 +84,7 @@ def check_ranges(values: Values) -> None:
 
 
 def name_unread(values: dict[str, Any], given: frozenset[str]) -> None:
-    """Print one line that names the ``given`` flags not read by a run with these ``values`` by flag."""
+    """Print one line with the ``given`` flags that a run with these ``values`` by flag does not read."""
     unread: dict[str, list[str]] = {}  # by reason
     for flag in sorted(given):
         lacking = next((need for need in _needs(flag) if not need.holds(values)), None)
@@ -96,7 +96,7 @@ def name_unread(values: dict[str, Any], given: frozenset[str]) -> None:
 
 
 def _needs(flag: str) -> Iterator[Need]:
-    """What a run must have to read ``flag``, which may be OpenRLHF's."""
+    """Yield the conditions for a run to read ``flag``, which may be OpenRLHF's."""
     for group in setting_groups():
         yield from (rule.need for rule in group.ignored if any(fnmatchcase(flag, name) for name in rule.flags))
     for group in setting_groups():

@@ -1,4 +1,4 @@
-"""From OpenRLHF's namespace, which anybody may change, to frozen :class:`Arguments`, and back."""
+"""Conversion of OpenRLHF's mutable namespace to frozen :class:`Arguments`, and back."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ _Section = TypeVar("_Section")
 
 
 def freeze(namespace: SimpleNamespace) -> Arguments:
-    """The arguments in a nested ``namespace``, lists as tuples."""
+    """Freeze the arguments in a nested ``namespace``, lists as tuples."""
     return _frozen(Arguments, namespace)
 
 
@@ -29,7 +29,7 @@ def _kept(value: Any) -> Any:
 
 
 def thaw(arguments: Any) -> SimpleNamespace:
-    """OpenRLHF's namespace of ``arguments``, or of one of their sections; tuples as lists."""
+    """Turn ``arguments``, or one of their sections, into OpenRLHF's namespace; tuples as lists."""
     values = {}
     for name, value in vars(arguments).items():
         if type(value).__module__ == Arguments.__module__:
@@ -39,7 +39,7 @@ def thaw(arguments: Any) -> SimpleNamespace:
 
 
 def by_flag(arguments: Any, prefix: str = "") -> dict[str, Any]:
-    """The values of ``arguments``, or of one of their sections, by flag."""
+    """Return the values of ``arguments``, or of one of their sections, by flag."""
     values: dict[str, Any] = {}
     for name, value in vars(arguments).items():
         is_section = type(value).__module__ == Arguments.__module__
@@ -48,7 +48,7 @@ def by_flag(arguments: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def changed(arguments: _Section, changes: Mapping[str, Any]) -> _Section:
-    """A copy of ``arguments`` with other values, by flag."""
+    """Return a copy of ``arguments`` with changed values, by flag."""
     for flag, value in changes.items():
         name, _, rest = flag.partition(".")
         value = changed(getattr(arguments, name), {rest: value}) if rest else _kept(value)

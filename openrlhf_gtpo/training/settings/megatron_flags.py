@@ -1,4 +1,4 @@
-"""The settings of the Megatron-core actor, and what follows for OpenRLHF's own flags."""
+"""Settings of the Megatron-core actor, and their consequences for OpenRLHF's flags."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ _LAYOUT_HELP = {
     "experts and the data-parallel size, actor GPUs ÷ (tensor × pipeline × context)",
 }
 
-# The parallel sizes, which :func:`layout_of` reads.
+# Settings of :func:`layout_of`.
 LAYOUT = (
     *(Setting(f"megatron.{name}", 1, help) for name, help in _LAYOUT_HELP.items()),
     Setting(
@@ -31,7 +31,7 @@ LAYOUT = (
 
 
 def fp8_of(args: Arguments) -> Fp8Options | None:
-    """The options that ``--megatron.fp8*`` asks for; None without it."""
+    """Return the options of ``--megatron.fp8*``; None if FP8 is off."""
     megatron = args.megatron
     if megatron.fp8 is None:
         return None
@@ -45,10 +45,10 @@ def fp8_of(args: Arguments) -> Fp8Options | None:
 
 
 def layout_of(args: Arguments) -> Layout:
-    """The parallel sizes of ``--megatron.*``.
+    """Return the parallel sizes of ``--megatron.*``.
 
     Raises:
-        UsageError: a size below 1.
+        UsageError: a size is below 1.
     """
     with refusals_name_flags():
         return Layout(**{name: getattr(args.megatron, name) for name in (*SIZES, "sequence_parallel")})
@@ -56,11 +56,7 @@ def layout_of(args: Arguments) -> Layout:
 
 @contextmanager
 def refusals_name_flags() -> Iterator[None]:
-    """Turn a LayoutError of Megatron's rooms into a UsageError that names each setting by its ``--megatron.*`` flag.
-
-    Raises:
-        UsageError: a LayoutError was raised.
-    """
+    """Turn a LayoutError of Megatron's rooms into a UsageError with ``--megatron.*`` flags."""
     try:
         yield
     except ModelError as error:
@@ -70,16 +66,13 @@ def refusals_name_flags() -> Iterator[None]:
 
 
 def megatron_flag(name: str) -> str:
-    """The flag for the layout or FP8 setting ``name``."""
+    """Return the flag of the layout or FP8 setting ``name``."""
     return f"--megatron.{name}"
 
 
 def refuse_stray(values: Values, given: Iterable[str]) -> None:
-    """Refuse ``--megatron.*`` with another backend, and FP8 settings when FP8 is off.
-
-    Raises:
-        UsageError: one of the destinations ``given`` on the command line is such a flag.
-    """
+    """Raise UsageError for ``--megatron.*`` with another backend, or FP8 settings with FP8 off, among ``given``
+    destinations."""
     megatron_flags = sorted(name for name in given if name.startswith("megatron."))
     if megatron_flags and values["actor.backend"] != "megatron":
         raise UsageError(f"--{megatron_flags[0]} needs --actor.backend megatron; add it, or leave the flag out.")
@@ -89,10 +82,10 @@ def refuse_stray(values: Values, given: Iterable[str]) -> None:
 
 
 def translate_megatron(values: dict[str, Any], given: frozenset[str]) -> None:
-    """Carry the Megatron actor's flags over to those that OpenRLHF reads, and vice versa.
+    """Translate the Megatron actor's flags to OpenRLHF's, and vice versa.
 
-    OpenRLHF hands each batch to ``ds.ring_attn_size * ds.tensor_parallel_size`` consecutive ranks, and counts its
-    data-parallel ranks by them; with this backend those are the ranks of one model replica.
+    OpenRLHF sends each batch to ``ds.ring_attn_size * ds.tensor_parallel_size`` consecutive ranks, and counts its
+    data-parallel ranks by them. With this backend those are the ranks of one model replica.
     """
     refuse_stray(values, given)
     if values["actor.backend"] != "megatron":
@@ -103,7 +96,8 @@ def translate_megatron(values: dict[str, Any], given: frozenset[str]) -> None:
     ):
         if values[flag] != 1:
             raise UsageError(
-                f"--{flag} {values[flag]} is DeepSpeed's; with --actor.backend megatron give --megatron.{equivalent}."
+                f"--{flag} {values[flag]} works only on DeepSpeed; with --actor.backend megatron give "
+                f"--megatron.{equivalent}."
             )
     with refusals_name_flags():
         layout = Layout(**{name: values[f"megatron.{name}"] for name in SIZES})
@@ -115,7 +109,7 @@ def translate_megatron(values: dict[str, Any], given: frozenset[str]) -> None:
 
 
 def _scores_on_deepspeed(values: Values) -> bool:
-    """Whether a reward model runs beside the actor, on DeepSpeed."""
+    """True if a reward model runs on DeepSpeed beside the actor."""
     reward_url = values["reward.remote_url"] or values["train.agent_func_path"]
     return bool(values["reward.model_name_or_path"] and not reward_url)
 
@@ -199,7 +193,7 @@ MEGATRON = Group(
         Setting("megatron.async_save", True, "write checkpoints to disk while training continues"),
     ),
     ignored=(
-        Ignored(  # DeepSpeed's, and those of what is refused with it (moving average, Muon, images)
+        Ignored(  # DeepSpeed's flags, and flags of what is refused (moving average, Muon, images)
             (
                 *("actor.freeze_visual_encoder", "actor.gradient_checkpointing_reentrant", "actor.muon.*"),
                 *("ds.grad_accum_dtype", "ds.overlap_comm", "ds.ring_attn_head_stride", "ds.use_liger_kernel"),
@@ -221,7 +215,7 @@ MEGATRON = Group(
             ("train.micro_batch_size",),
             Need(
                 lambda values: values["actor.backend"] != "megatron" or _scores_on_deepspeed(values),
-                "the Megatron actor's micro-batches have --train.max_tokens_per_gpu tokens",
+                "the Megatron actor fills micro-batches by --train.max_tokens_per_gpu",
             ),
         ),
     ),

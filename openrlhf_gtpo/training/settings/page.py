@@ -1,4 +1,4 @@
-"""Makes ``docs/flags.md`` of the settings' declarations: ``python3 -m openrlhf_gtpo.training.settings.page``."""
+"""``docs/flags.md``, made from the settings' declarations: ``python3 -m openrlhf_gtpo.training.settings.page``."""
 
 import re
 import textwrap
@@ -18,7 +18,7 @@ The flags that `openrlhf_gtpo.cli.train_ppo_ray` adds to OpenRLHF's command line
 
 
 def flags_page() -> str:
-    """The page, in Markdown."""
+    """Return the page in Markdown."""
     parts = [_INTRODUCTION]
     for group in setting_groups():
         about = group.about + (f" ({_link(group.page)})" if group.page else "")
@@ -62,7 +62,7 @@ def _link(page: str) -> str:
 
 
 def _marked(text: str) -> str:
-    """``text`` with its flags as code."""
+    """Mark the flags in ``text`` as code."""
     return re.sub(r"(?<![\w`])--[a-z][\w.]*\w|\w+/\*", r"`\g<0>`", text)
 
 

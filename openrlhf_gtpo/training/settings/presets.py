@@ -61,7 +61,7 @@ def fill_in_preset(values: dict[str, Any], given: frozenset[str]) -> None:
     if "reward.overlong_penalty_factor" in PRESETS[preset] and "reward.overlong_buffer_len" not in given:
         longest = values["rollout.max_new_tokens"]
         if not longest:
-            # OpenRLHF's penalty counts back from --data.max_len then; that of our estimators does not.
+            # OpenRLHF's penalty then counts back from --data.max_len; our estimators' does not.
             instead = ", or --reward.overlong_buffer_len to count back from --data.max_len"
             raise UsageError(
                 f"--algo.preset {preset} penalizes responses that come close to --rollout.max_new_tokens, which is "

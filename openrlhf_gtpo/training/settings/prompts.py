@@ -1,5 +1,5 @@
-"""How a row of data becomes the text that the model reads: the settings, and the file that keeps them beside a trained
-model, where ``cli.ask``, ``cli.evaluate`` and ``cli.score`` find them. ``checks/prompts.py`` makes the text."""
+"""Settings of prompts, and the file that keeps them with a trained model for ``cli.ask``, ``cli.evaluate`` and
+``cli.score``. ``checks/prompts.py`` makes the prompts."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ from openrlhf_gtpo.training.settings.setting import Group, Setting, needs_flag
 
 FILE = "prompts.json"  # in a folder of a trained model
 
-# Arguments of Transformers' apply_chat_template that are no variables of a template, or that a flag gives.
+# Arguments of Transformers' apply_chat_template that are not variables of a template, or that a flag sets.
 _RESERVED = frozenset(
     "conversation messages tools chat_template add_generation_prompt continue_final_message tokenize padding "
     "truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
@@ -22,10 +22,10 @@ _RESERVED = frozenset(
 
 
 def template_variables(value: Any) -> dict[str, Any]:
-    """``value``, an object, a JSON text of one, or None or "" for none, as variables for a chat template.
+    """Return a chat template's variables from ``value``: an object, its JSON text, or None or "" for none.
 
     Raises:
-        ValueError: it is something else, or names what is no variable of a template; as a clause.
+        ValueError: as a clause; it is something else, or has a name that is not a template's variable.
     """
     if value is None or value == "":
         return {}
@@ -33,12 +33,12 @@ def template_variables(value: Any) -> dict[str, Any]:
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise ValueError(f"it is no JSON ({error}): {value:.60}") from error
+            raise ValueError(f"it is not JSON ({error}): {value:.60}") from error
     if not isinstance(value, dict):
         raise ValueError(f'expected a JSON object, such as {{"enable_thinking": false}}, got {value!r:.60}')
     if reserved := sorted(_RESERVED & value.keys()):
         instead = " (tools come from --data.tools_key)" if "tools" in reserved else ""
-        raise ValueError(f"{', '.join(reserved)} is no variable of a template{instead}")
+        raise ValueError(f"{', '.join(reserved)} is not a variable of a template{instead}")
     return value
 
 
@@ -47,7 +47,7 @@ def _flag(text: str) -> str:
         template_variables(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    return text  # as text: upstream would make a namespace of an object
+    return text  # as text, because upstream would turn an object into a namespace
 
 
 PROMPTS = Group(
@@ -94,14 +94,13 @@ _KEPT = ("data.apply_chat_template", "data.input_template", *NONE, "rollout.temp
 
 
 def keep_prompts(folder: Path, args: Arguments) -> None:
-    """Write how a run with the arguments ``args`` makes and asks its prompts into the ``folder`` of its model."""
+    """Save a run's settings of prompts, from its arguments ``args``, in the ``folder`` of its model."""
     kept = {flag: attrgetter(flag)(args) for flag in (*_KEPT, AGENT)}
     (folder / FILE).write_text(json.dumps(kept, ensure_ascii=False, indent=1) + "\n", "utf-8")
 
 
 def kept_prompts(folder: Path) -> dict[str, Any]:
-    """What the run that trained the model in ``folder`` made and asked its prompts with, by flag; empty if no file
-    says it.
+    """Return the settings of prompts with which the model in ``folder`` was trained, by flag; empty without a file.
 
     Raises:
         UsageError: the file cannot be read.
@@ -114,17 +113,16 @@ def kept_prompts(folder: Path) -> dict[str, Any]:
         found = {flag: kept[flag] for flag in _KEPT} | {AGENT: kept.get(AGENT)}
         template_variables(found["data.chat_template_kwargs"])
         if not isinstance(found[AGENT], str | None):
-            raise TypeError(f"{AGENT} is no path")
+            raise TypeError(f"{AGENT} is not a path")
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UsageError(
-            f"{path} cannot be read ({error}); remove it, and say with flags how prompts are made."
-        ) from (error)
+            f"{path} cannot be read ({error}); remove it, and give the settings of prompts as flags."
+        ) from error
     return found
 
 
 def filled(flags: dict[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
-    """``flags`` with the settings of a model's training, by flag, in the place of those that were not given, which are
-    None."""
+    """Fill in ``flags`` that were not given, and so are None, with the settings of a model's training."""
     kept = {flag: kept.get(flag) for flag in _KEPT if flag != "rollout.temperature"}
     if flags["data.apply_chat_template"] is not None or flags["data.input_template"]:
         kept |= dict.fromkeys(("data.apply_chat_template", "data.input_template"))  # one of them says how

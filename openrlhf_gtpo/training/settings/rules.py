@@ -1,8 +1,8 @@
-"""What follows from a command line for the arguments that it does not give: all rules, in their order.
+"""The rules that complete a command line, in their order.
 
-OpenRLHF's own block completes the command line in the middle. A rule before it has the values by flag and the flags
-that were given, and writes values; a rule after it has the frozen arguments, and returns other values by flag. No rule
-writes what an earlier one has read (a test holds it), so that a value can be trusted once somebody has read it.
+OpenRLHF's own block runs in the middle. A rule before it gets the values by flag and the given flags, and writes
+values. A rule after it gets the frozen arguments and returns changed values by flag. No rule writes a value that an
+earlier rule has read (a test checks it), so a value never changes after its first use.
 """
 
 import math
@@ -25,35 +25,35 @@ from openrlhf_gtpo.training.settings.values import absolute_paths
 
 
 def _never(args: Arguments) -> Mapping[str, Any]:
-    """-1, which is no number of steps, becomes infinity."""
+    """Turn the -1 for never into an infinite number of steps."""
     steps = {"eval.steps": args.eval.steps, "ckpt.save_steps": args.ckpt.save_steps}
     return {flag: math.inf for flag, number in steps.items() if number == -1}
 
 
 def _follow_host(args: Arguments) -> Mapping[str, Any]:
-    """What this host lacks is replaced, and said."""
+    """Replace what this host lacks, and print it."""
     return host.without_cuda(args) if platform.chosen_platform() == "cpu" else host.without_kernels(args)
 
 
 def before() -> dict[Before, str]:
-    """The rules before OpenRLHF's block in their order, each with why it stands there."""
+    """Return the rules before OpenRLHF's block in their order, each with the reason for its place."""
     return {
-        fill_in_preset: "a preset chooses estimator and loss, which all others follow",
+        fill_in_preset: "a preset chooses estimator and loss, which all others depend on",
         fill_in_penalty_and_key: "a preset may choose the penalty's factor",
-        refuse_restarts_without_weights: "nothing is written: what is restarted has to get weights",
-        **{rule: "the first feature says whether anything is sampled" for kind in FEATURES for rule in kind.before},
+        refuse_restarts_without_weights: "it writes nothing; restarted engines need weights",
+        **{rule: "the first feature decides whether anything is sampled" for kind in FEATURES for rule in kind.before},
         translate_megatron: "OpenRLHF deals batches by DeepSpeed's sizes",
-        follow_papers: "estimator and loss are chosen, and a preset wins over their papers",
+        follow_papers: "estimator and loss are chosen; a preset wins over their papers",
     }
 
 
 def after() -> dict[After, str]:
-    """The rules after it, likewise."""
+    """Return the rules after OpenRLHF's block, likewise."""
     return {
         absolute_paths: "Ray's processes have another folder",
         **{rule: "features look at the whole command line" for kind in FEATURES for rule in kind.after},
         _never: "OpenRLHF's block and ours have checked the numbers",
-        _follow_host: "what was asked for is known, also where this host cannot do it",
+        _follow_host: "features must see what was asked for, even if this host cannot do it",
     }
 
 
@@ -61,7 +61,7 @@ def complete(values: dict[str, Any], given: frozenset[str]) -> None:
     """Apply the rules before OpenRLHF's block.
 
     Args:
-        values: a parsed command line by flag, which is completed.
+        values: a parsed command line by flag, which the rules complete.
         given: destinations that appear on it.
 
     Raises:
@@ -69,15 +69,14 @@ def complete(values: dict[str, Any], given: frozenset[str]) -> None:
     """
     for name, value in DERIVED.items():
         values.setdefault(name, value)
-    # OpenRLHF takes the one value of eps_clip for both bounds.
+    # OpenRLHF uses the one value of eps_clip for both bounds.
     chosen = given | {"actor.eps_clip_low_high"} if "actor.eps_clip" in given else given
     for rule in before():
         rule(values, chosen)
 
 
 def completed(args: Arguments, given: frozenset[str]) -> Arguments:
-    """``args`` after the rules that follow OpenRLHF's block. Of the flags that were ``given``, those that have no
-    effect now that all values are known are named.
+    """Return ``args`` after the rules that follow OpenRLHF's block; print which ``given`` flags have no effect.
 
     Raises:
         UsageError: flags that contradict each other.

@@ -9,15 +9,15 @@ from openrlhf_gtpo.training.settings.setting import Bounds, Group, Ignored, Need
 
 
 class Secret(str):
-    """Text that is hidden when the arguments are printed, to a log or to W&B's configuration."""
+    """Text that is hidden when arguments are printed to a log or to W&B's configuration."""
 
     def __repr__(self) -> str:
         return "'***'"
 
 
 def fill_in_penalty_and_key(values: dict[str, Any], given: frozenset[str]) -> None:
-    """Take GR3's factor from its paper, and W&B's key from this process's environment, which the trackers of a cluster
-    do not have."""
+    """Take GR3's factor from its paper, and W&B's key from this process's environment, because trackers on a cluster
+    have another."""
     if values["reward.overlong_form"] == "group_rescaled" and "reward.overlong_penalty_factor" not in given:
         values["reward.overlong_penalty_factor"] = 0.33
     if values["logger.wandb.key"]:
@@ -30,12 +30,12 @@ def fill_in_penalty_and_key(values: dict[str, Any], given: frozenset[str]) -> No
 
 
 def steps_in_flight(max_staleness: int) -> int:
-    """Steps whose prompts are in flight or ready, the next one's included, with ``--train.max_staleness``."""
+    """Return the number of steps whose prompts are in flight or ready, the next one included."""
     return 1 + (max_staleness + 1) // 2
 
 
 def _fills_a_step(values: Values) -> bool:
-    """Whether a rollout has the rows of one step, or others may join them."""
+    """True if a rollout has enough rows for one step, or others may join them."""
     prompts = values["rollout.batch_size"]
     prompts = min(prompts, values["rollout.vllm_generate_batch_size"] or prompts)  # as in ``count_rows``
     rows = prompts * values["rollout.n_samples_per_prompt"]
@@ -43,7 +43,7 @@ def _fills_a_step(values: Values) -> bool:
 
 
 def _has_buffer(values: Values) -> bool:
-    """Whether the overlong penalty counts from a limit on the length, rather than within groups."""
+    """True if the overlong penalty counts from a length limit, not within groups."""
     return values["algo.advantage.estimator"] not in ESTIMATORS or values["reward.overlong_form"] not in _WITHIN_GROUPS
 
 
@@ -74,7 +74,7 @@ RUN = Group(
                 ),
                 Need(
                     lambda values: values["reward.overlong_buffer_len"] or not _has_buffer(values),
-                    "there is no --reward.overlong_buffer_len",
+                    "needs --reward.overlong_buffer_len",
                 ),
             ),
             page="algorithms.md#length-penalties",
@@ -98,7 +98,7 @@ RUN = Group(
             None,
             "with --ckpt.load_enable, resume from this checkpoint, such as global_step40 (default: the newest "
             "complete one)",
-            lambda tag: tag or None,  # a supervised run gives "" to go on from its own checkpoint
+            lambda tag: tag or None,  # a supervised run gives "" to resume from its own checkpoint
             metavar="TAG",
             needs=(needs_flag("ckpt.load_enable"),),
         ),

@@ -1,7 +1,7 @@
-"""How a flag of this package is declared: once, with its default, help, range, and when a run reads it.
+"""Declarations of this package's flags: each one once, with its default, help, range, and when a run reads it.
 
-The parser, the check of ranges, the line that names flags without effect and ``docs/flags.md`` are made of these
-declarations. A feature has its own in its folder; ``flags.py`` lists all of them.
+The parser, the check of ranges, the warning about flags without effect and ``docs/flags.md`` come from these
+declarations. Features declare flags in their folders; ``flags.py`` lists all of them.
 """
 
 import argparse
@@ -17,19 +17,19 @@ from openrlhf_gtpo.training.arguments import Arguments
 
 Values = Mapping[str, Any]  # a parsed command line by flag, without the two dashes; None is a flag without a value
 
-# A rule before OpenRLHF's block, with the flags that were given, and one after it, which returns other values by flag:
-# ``rules.py``. Both raise UsageError for a contradiction.
+# Rules of ``rules.py``: one before OpenRLHF's block, which also gets the flags on the command line, and one after it,
+# which returns changed values by flag. Both raise UsageError for a contradiction.
 Before = Callable[[dict[str, Any], frozenset[str]], None]
 After = Callable[[Arguments], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a run must have to read a setting.
+    """A condition for a run to read a setting.
 
     Fields:
-        holds: whether the run with these values has it.
-        otherwise: why the setting has no effect in one that has not; {0[a.flag]} stands for the value of --a.flag.
+        holds: True if a run with these values meets it.
+        otherwise: why the setting has no effect if not; {0[a.flag]} stands for the value of --a.flag.
     """
 
     holds: Callable[[Values], object]
@@ -37,18 +37,16 @@ class Need:
 
 
 def needs_flag(flag: str) -> Need:
-    """The need for ``flag``, with a value other than None, 0, False and ''."""
-    return Need(lambda values: values[flag], f"there is no --{flag}")
+    """Return the need for ``flag``, with a value other than None, 0, False and ''."""
+    return Need(lambda values: values[flag], f"needs --{flag}")
 
 
-SAMPLES = Need(
-    lambda values: values["rollout.is_sampled"], "this run samples nothing: its rows come with prompts and rewards"
-)
+SAMPLES = Need(lambda values: values["rollout.is_sampled"], "a replay's rows come with prompts and rewards")
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """The numbers that a setting may have; NaN is never among them, and infinity only if ``or_infinite``."""
+    """The range of a setting's numbers, without NaN, and without infinity unless ``or_infinite``."""
 
     at_least: float = -math.inf
     above: float = -math.inf
@@ -57,7 +55,7 @@ class Bounds:
     or_infinite: bool = False
 
     def check(self, flag: str, value: Any) -> None:
-        """Raise UsageError unless ``value``, a number or several, is within the bounds; None always is."""
+        """Raise UsageError unless ``value``, one number or several, is within the bounds; None always passes."""
         numbers = [] if value is None else value if isinstance(value, list | tuple) else [value]
         if not all(map(self._allow, numbers)):
             got = " ".join(f"{number:.10g}" for number in numbers)
@@ -65,7 +63,7 @@ class Bounds:
             raise UsageError(f"Expected {finite}{self.of(f'--{flag}')}, got {got}.")
 
     def of(self, name: str) -> str:
-        """The rule in words, such as ``0 <= NAME < 1``."""
+        """Write the range as text, such as ``0 <= NAME < 1``."""
         low, high = (
             next(((sign, bound) for sign, bound in pair if math.isfinite(bound)), None)
             for pair in ((("<=", self.at_least), ("<", self.above)), (("<=", self.at_most), ("<", self.below)))
@@ -88,13 +86,12 @@ class Setting:
 
     Fields:
         flag: its name without the two dashes.
-        default: its value if it is not given. A bool makes a switch, --FLAG and --no-FLAG; a list, a flag that may be
-            repeated.
-        help: what it does, for --help and docs/flags.md.
-        type: makes its value of a word; None takes the type of the default, or str.
-        bounds: for a number.
-        needs: what a run must have to read it; given without, it is named as having no effect.
-        page: where there is more about it, from ``docs``.
+        default: its default. A bool makes a switch, --FLAG and --no-FLAG; a list, a flag that may be repeated.
+        help: what it does, in at most 30 words, for --help and docs/flags.md.
+        type: converts a word to its value; None takes the type of the default, or str.
+        bounds: range of a number.
+        needs: conditions for a run to read it; otherwise the run reports that the flag has no effect.
+        page: page in ``docs`` with more about it.
     """
 
     flag: str
@@ -124,12 +121,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Ignored:
-    """Flags from elsewhere, mostly OpenRLHF's, that do nothing with these settings: the run would not do what was
-    asked.
+    """Other flags, mostly OpenRLHF's, that have no effect with these settings.
 
     Fields:
         flags: names or patterns, such as "vllm.*".
-        need: what a run must have to read them.
+        need: condition for a run to read them.
     """
 
     flags: tuple[str, ...]
@@ -142,11 +138,11 @@ class Group:
 
     Fields:
         title: the heading.
-        about: what they are for, in one clause.
-        settings: in the order of --help.
-        needs: what a run must have to read any of them.
-        ignored: flags from elsewhere that a run with these settings does not read.
-        page: where there is more about them, from ``docs``.
+        about: their purpose, in one clause.
+        settings: settings in the order of --help.
+        needs: conditions for a run to read any of them.
+        ignored: other flags without effect with these settings.
+        page: page in ``docs`` with more about them.
     """
 
     title: str
@@ -164,8 +160,8 @@ class Group:
 
 
 def settings_of(config: type, prefix: str, without: Iterable[str] = ()) -> tuple[Setting, ...]:
-    """The flags ``--{prefix}FIELD`` of an algorithm's dataclass of settings (``algorithms.config.setting``), which
-    checks their ranges itself; not those of the fields ``without``."""
+    """Make flags ``--{prefix}FIELD`` from an algorithm's dataclass of settings (``algorithms.config.setting``), which
+    checks their ranges itself; leave out the fields ``without``."""
     types, settings = typing.get_type_hints(config), []
     for field in dataclasses.fields(config):
         if field.name in without:
@@ -174,8 +170,8 @@ def settings_of(config: type, prefix: str, without: Iterable[str] = ()) -> tuple
         variant_needs: tuple[Need, ...] = ()
         if readers:
             help += f" (read by {', '.join(readers)})"
-            verb = "reads" if len(readers) == 1 else "read"
-            otherwise = f"of the variants only {' and '.join(readers)} {verb} it"
+            noun, verb = ("variant", "reads") if len(readers) == 1 else ("variants", "read")
+            otherwise = f"only {noun} {' and '.join(readers)} {verb} it"
             variant_needs = (_needs_variant(prefix, readers, otherwise),)
         choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else None
         settings.append(Setting(prefix + field.name, field.default, help, kind, choices, needs=variant_needs))

@@ -10,8 +10,8 @@ def refuse_restarts_without_weights(values: dict[str, Any], given: frozenset[str
     """Refuse restarts of engines that would get no weights."""
     if values["train.max_restarts"] and values["vllm.sync_with_ray"]:
         raise UsageError(
-            "--train.max_restarts cannot be combined with --vllm.sync_with_ray, whose transfer is OpenRLHF's own; "
-            "leave one of them out."
+            "--train.max_restarts cannot be combined with --vllm.sync_with_ray, because OpenRLHF's own transfer "
+            "cannot reach restarted engines; leave one of them out."
         )
 
 

@@ -1,9 +1,9 @@
-"""Runs upstream's own command line as it is, with our flags added. None of it is copied.
+"""Upstream's own command line with our flags added; no code is copied.
 
 OpenRLHF 0.11.2 builds its parser, post-processes the arguments and trains inside ``if __name__ == "__main__"``
-(https://github.com/OpenRLHF/OpenRLHF/blob/main/openrlhf/cli/train_ppo_ray.py). That block is cut out of the installed
-source and run with two names of its module replaced: ``argparse`` has our parser, and ``train`` only keeps the
-arguments. All of this can go once upstream has a function that parses.
+(https://github.com/OpenRLHF/OpenRLHF/blob/main/openrlhf/cli/train_ppo_ray.py). Here that block is cut out of the
+installed source and runs with two names replaced: ``argparse`` has our parser, and ``train`` only keeps the arguments.
+All of this can go once upstream has a function that parses.
 """
 
 import argparse
@@ -25,7 +25,7 @@ MODULE = "openrlhf.cli.train_ppo_ray"
 
 
 class _Help(argparse.HelpFormatter):
-    """Help that shows every flag's default, with the last part of its name standing for its value."""
+    """Help with every flag's default, and the last part of its name as a placeholder for its value."""
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
         return action.dest.rpartition(".")[2].upper()
@@ -42,8 +42,8 @@ class _Help(argparse.HelpFormatter):
 
 
 class ExtendedParser(argparse.ArgumentParser):
-    """An ``ArgumentParser`` for ``argv`` that adds this package's flags just before parsing and applies its rules.
-    Flags that ``argv`` has are added to ``given``."""
+    """An ``ArgumentParser`` for ``argv`` that adds this package's flags just before parsing, and applies its rules. It
+    adds the flags in ``argv`` to ``given``."""
 
     def __init__(self, argv: Sequence[str], given: set[str], **kwargs: Any) -> None:
         program = "python3 -m openrlhf_gtpo.cli.train_ppo_ray"
@@ -65,12 +65,12 @@ class ExtendedParser(argparse.ArgumentParser):
         return parsed
 
     def _get_option_tuples(self, option_string: str) -> list:
-        """The flags that an abbreviation may mean. One that is clear upstream stays clear beside our flags."""
+        """Return the flags that an abbreviation may mean. What is unambiguous upstream stays so with our flags."""
         matches = super()._get_option_tuples(option_string)
         return [match for match in matches if match[1] in self._upstream_flags] or matches
 
     def _find_given(self) -> frozenset[str]:
-        """Destinations that appear on the command line: those that a second parse does not leave untouched."""
+        """Return the destinations on the command line, by a second parse: it changes exactly these."""
         untouched: list[str] = []  # a list, so that a repeatable flag can add to a copy of it
         destinations = {action.dest for action in self._actions}
         namespace, _ = self.parse_known_args(self._argv, argparse.Namespace(**dict.fromkeys(destinations, untouched)))
@@ -79,17 +79,18 @@ class ExtendedParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if "unrecognized" in message and "_steps" in message:
             message += (
-                ": a run has as many steps as its prompts fill rollouts; --data.max_samples, --train.num_episodes and "
-                "--rollout.batch_size say how many"
+                ": the number of steps follows from the number of prompts; set --data.max_samples, "
+                "--train.num_episodes and --rollout.batch_size"
             )
         raise UsageError(with_near_flag(message, self._option_string_actions))
 
 
 def parse(argv: Sequence[str], given: set[str] | None = None) -> SimpleNamespace:
-    """Upstream's arguments and ours for ``argv``, post-processed by upstream, as the nested namespace it trains with.
+    """Parse ``argv`` into upstream's arguments and ours, post-processed by upstream, as the nested namespace it trains
+    with.
 
     Args:
-        given: the flags that ``argv`` has are added to it.
+        given: gets the flags in ``argv``.
 
     Raises:
         UsageError: a flag or value that upstream or ``flags`` refuses.
@@ -115,9 +116,9 @@ def parse(argv: Sequence[str], given: set[str] | None = None) -> SimpleNamespace
 
 @functools.cache
 def main_block() -> CodeType:
-    """The code under upstream's ``if __name__ == "__main__"``, compiled with upstream's file name."""
+    """Compile the code under upstream's ``if __name__ == "__main__"``, with upstream's file name."""
     path = source_path(MODULE)
     for node in ast.parse(path.read_text(), str(path)).body:
         if isinstance(node, ast.If) and ast.unparse(node.test).replace('"', "'") == "__name__ == '__main__'":
             return compile(ast.Module(node.body, type_ignores=[]), str(path), "exec")
-    raise UsageError(f"{MODULE} has no __main__ block; this OpenRLHF is not one that openrlhf_gtpo knows.")
+    raise UsageError(f"{MODULE} has no __main__ block; install an OpenRLHF that openrlhf_gtpo supports.")

@@ -1,7 +1,7 @@
-"""Values of OpenRLHF's flags with which a run would do something else than asked, or fail only after minutes; and
-what relative paths mean.
+"""Checks of OpenRLHF's flags whose bad values would change a run silently, or fail only after minutes; and absolute
+paths.
 
-Most of OpenRLHF's flags are not here: whatever reads them refuses a bad value within a minute, and says so.
+Most of OpenRLHF's flags are not here, because their readers refuse a bad value within a minute.
 """
 
 import os
@@ -16,25 +16,25 @@ from openrlhf_gtpo.training.settings import flags
 from openrlhf_gtpo.training.settings.setting import Bounds
 
 _RANGES: tuple[tuple[Bounds, tuple[str, ...]], ...] = (
-    # What this package divides a rollout by; with 0 epochs it would silently train nothing.
+    # Divisors of a rollout; with 0 epochs a run would silently train nothing.
     (
         Bounds(at_least=1),
         ("train.batch_size", "train.micro_batch_size", "train.max_tokens_per_gpu", "train.max_epochs")
         + ("rollout.micro_batch_size", "rollout.max_tokens_per_gpu"),
     ),
-    # The first evaluation, checkpoint or log comes late. With ckpt.max_num 0 there is nothing to resume from.
+    # They matter late, at the first evaluation, checkpoint or log. With ckpt.max_num 0 no checkpoint remains.
     (Bounds(at_least=1), ("eval.n_samples_per_prompt", "logger.logging_steps", "ckpt.max_num")),
-    # vLLM's limits, which it tells at the first response, once all models are loaded.
+    # vLLM's limits, which it checks at the first response, once all models are loaded.
     (Bounds(at_least=0, at_most=2), ("rollout.temperature", "eval.temperature")),
     (Bounds(above=0, at_most=1), ("rollout.top_p",)),
-    # A learning rate such as 1e6, and a clip range below 0 or a KL coefficient that nothing reads, train nonsense.
+    # A learning rate such as 1e6, a negative clip range or a negative KL coefficient would train nonsense.
     (Bounds(at_least=0, at_most=1), ("actor.adam.lr", "actor.muon.lr")),
     (Bounds(at_least=0, or_infinite=True), ("actor.eps_clip", "actor.eps_clip_low_high")),
     (Bounds(at_least=0), ("algo.kl.init_coef",)),
 )
 
 
-# Besides settings of this package whose value is a FILE (written) or DIR (read), and models.
+# OpenRLHF's paths; this package's are settings with a FILE (written) or DIR (read), and models.
 _WRITTEN = ("ckpt.output_dir", "ckpt.path", "logger.tensorboard_dir")
 _READ = (
     *("data.prompt_dataset", "eval.dataset", "reward.remote_url", "train.agent_func_path"),
@@ -43,9 +43,8 @@ _READ = (
 
 
 def absolute_paths(args: Arguments) -> dict[str, Any]:
-    """What makes relative paths absolute, of the folder in which the command was given: a process of Ray's may be in
-    another, such as that of ``ray start``. What is read is only a path if it exists: names of the Hub and servers are
-    none.
+    """Make relative paths absolute, from the folder of the command: Ray's processes may run in another, such as the
+    folder of ``ray start``. A name to read counts as a path only if it exists, as it may be on the Hub or a server.
 
     Args:
         args: the run's arguments.
@@ -54,7 +53,7 @@ def absolute_paths(args: Arguments) -> dict[str, Any]:
         The changes, by flag.
 
     Raises:
-        UsageError: what the run writes would be in Ray's copy of a job's working folder, which Ray removes.
+        UsageError: the run would write into Ray's copy of a job's working folder, which Ray removes.
     """
     own = {setting.flag: setting.metavar for setting in flags.all_settings()}
     changes: dict[str, Any] = {}
@@ -65,8 +64,8 @@ def absolute_paths(args: Arguments) -> dict[str, Any]:
             # ray 2.55.0, _private/runtime_env/working_dir.py
             if flag in written and "working_dir_files" in Path(path).parts:
                 raise UsageError(
-                    f"--{flag} is in the copy that Ray has made of the job's working folder, and removes: {path}; "
-                    "give an absolute path to a folder that stays."
+                    f"--{flag} is in Ray's copy of the job's working folder, which Ray removes: {path}; give an "
+                    "absolute path to a folder that stays."
                 )
     for flag in (*_READ, *(flag for flag in own if flag.endswith(".model_name_or_path"))):
         value = attrgetter(flag)(args)
@@ -81,7 +80,7 @@ def absolute_paths(args: Arguments) -> dict[str, Any]:
 
 
 def _absolute(name: str) -> str:
-    """One of several names; a data set's may have ``@`` and a folder within it."""
+    """Make one name absolute; a data set's may have ``@`` and a folder within it."""
     path, at, folder = name.strip().partition("@")
     return f"{Path(path).absolute()}{at}{folder}" if path and os.path.exists(path) else name
 
@@ -90,15 +89,15 @@ def check_values(values: dict[str, Any]) -> None:
     """Refuse a run without a reward or an engine, and settings out of range.
 
     Args:
-        values: the parsed command line, by flag; None is a flag that was not given.
+        values: the parsed command line, by flag; None for a flag that was not given.
 
     Raises:
-        UsageError: the first of them.
+        UsageError: the first mistake.
     """
     reward_url = values["reward.remote_url"] or values["train.agent_func_path"]
     if not reward_url and not values["reward.model_name_or_path"]:
         raise UsageError(
-            "There is no reward: give --reward.remote_url FILE.py (a reward function) or URL, "
+            "The run has no reward: give --reward.remote_url FILE.py (a reward function) or URL, "
             "--reward.model_name_or_path, or --train.agent_func_path."
         )
     if (values["vllm.num_engines"] or 0) < 1:
@@ -116,20 +115,20 @@ def check_values(values: dict[str, Any]) -> None:
 
 
 def check_template(template: str | None) -> None:
-    """Refuse an ``--data.input_template`` without a place for the question: OpenRLHF's training drops such a template
-    (openrlhf 0.11.2, cli/train_ppo_ray.py), and anywhere else every prompt would be the same text."""
-    if template and "{}" not in template.replace("{{", ""):  # {{ is a brace of the text
+    """Refuse an ``--data.input_template`` without a place for the question. OpenRLHF's training drops such a template
+    (openrlhf 0.11.2, cli/train_ppo_ray.py); elsewhere all prompts would be the same text."""
+    if template and "{}" not in template.replace("{{", ""):  # {{ is a brace in the text
         raise UsageError(f"Expected --data.input_template to have {{}}, where the question goes, got {template!r}.")
 
 
 def check_ranges(values: Mapping[str, Any]) -> None:
-    """Refuse numbers that OpenRLHF or vLLM would take, or refuse too late.
+    """Refuse numbers that OpenRLHF or vLLM would accept, or refuse too late.
 
     Args:
-        values: those of a command line, by flag; None is a flag that was not given.
+        values: a command line's values, by flag; None for a flag that was not given.
 
     Raises:
-        UsageError: the first of them.
+        UsageError: the first such number.
     """
     for bounds, names in _RANGES:
         for name in names:

@@ -178,7 +178,7 @@ def test_a_surrogate_brings_its_clip_range_and_mean(name: str) -> None:
             "gspo_token.",
         ),
         ("grpo_s gspo", "for GSPO's ratio leave it out and give --algo.grpo_s.ratio_mean geometric."),
-        ("gtpo cispo --actor.dual_clip 3", "--actor.dual_clip bounds the smaller of a clipped and an unclipped term"),
+        ("gtpo cispo --actor.dual_clip 3", "--actor.dual_clip bounds PPO's clipped objective"),
         (
             "group_norm kl_cov --actor.dual_clip 3",
             "which --actor.policy_loss_type kl_cov does not have; leave it out.",
@@ -270,22 +270,22 @@ def test_the_advantage_of_a_short_lone_success_arrives(
         ),
         (
             "--algo.advantage.estimator gtpo --reward.overlong_form as_printed",
-            "--reward.overlong_form (there is no --reward.overlong_buffer_len)",
+            "--reward.overlong_form (needs --reward.overlong_buffer_len)",
         ),
         (
             "--algo.advantage.estimator grpo_s --reward.overlong_form group_relative --reward.overlong_buffer_len 3",
             "here: --reward.overlong_buffer_len (--reward.overlong_form group_relative has no buffer).",
         ),
-        ("--eval.before_training", "--eval.before_training (there is no --eval.dataset)"),
-        ("--ckpt.load_tag global_step2", "--ckpt.load_tag (there is no --ckpt.load_enable)"),
+        ("--eval.before_training", "--eval.before_training (needs --eval.dataset)"),
+        ("--ckpt.load_tag global_step2", "--ckpt.load_tag (needs --ckpt.load_enable)"),
         (
             "--algo.advantage.estimator gtpo --algo.gtpo.alpha 0.3 --algo.gtpo.alpha1 1 --algo.gtpo.kappa 3",
-            "here: --algo.gtpo.alpha (of the variants only v1 reads it); --algo.gtpo.kappa (of the variants only "
+            "here: --algo.gtpo.alpha (only variant v1 reads it); --algo.gtpo.kappa (only variants "
             "v1_clipped and v2 read it)",
         ),
         (
             "--algo.advantage.estimator grpo_s --algo.grpo_s.variant v1 --algo.grpo_s.beta2 1 --algo.grpo_s.beta 1",
-            "here: --algo.grpo_s.beta2 (of the variants only v3 reads it).",
+            "here: --algo.grpo_s.beta2 (only variant v3 reads it).",
         ),
         (
             "--algo.preset sapo --actor.eps_clip 0.1 --actor.kl_cov.coef 1",
@@ -301,30 +301,30 @@ def test_the_advantage_of_a_short_lone_success_arrives(
             "--rollout.batch_size 8 --rollout.vllm_generate_batch_size 4 --train.batch_size 64",
             "--train.batch_size (a rollout has fewer rows",
         ),
-        ("--logger.dump_rows 8", "--logger.dump_rows (there is no --logger.dump_rollouts"),
+        ("--logger.dump_rows 8", "--logger.dump_rows (needs --logger.dump_rollouts"),
         ("--vllm.sync_with_ray --vllm.sync_bucket_mb 1", "--vllm.sync_bucket_mb (--vllm.sync_with_ray has no"),
         ("--rollout.entropy_audit_steps 5", "--rollout.entropy_audit_steps (entropies are the actor's)"),
         (
             "--rollout.entropy sampler --logger.entropy_enable --rollout.entropy_audit_gate 0.1",
-            "--rollout.entropy_audit_gate (the credit does not depend on entropies)",
+            "--rollout.entropy_audit_gate (the estimator reads no entropies)",
         ),
         (
             "--algo.advantage.estimator gtpo --rollout.entropy sampler --rollout.entropy_audit_steps 0 "
             "--rollout.entropy_audit_gate 0.1",
-            "--rollout.entropy_audit_gate (there is no --rollout.entropy_audit_steps)",
+            "--rollout.entropy_audit_gate (needs --rollout.entropy_audit_steps)",
         ),
-        ("--algo.guide.ratio_cap 3", "--algo.guide.ratio_cap (neither --algo.guide.fraction nor"),
+        ("--algo.guide.ratio_cap 3", "--algo.guide.ratio_cap (needs --algo.guide.fraction or"),
         (
             "--algo.guide.model_name_or_path guide --algo.guide.fraction 0.25 --algo.guide.rescue_weight 2 "
             "--algo.guide.endpoint http://host:8000/v1 --algo.guide.num_engines 2",
             "here: --algo.guide.num_engines (--algo.guide.endpoint replaces the guide's engines); "
-            "--algo.guide.rescue_weight (there is no --algo.guide.rescue_batch).",
+            "--algo.guide.rescue_weight (needs --algo.guide.rescue_batch).",
         ),
         (
             "--train.replay_rollouts dumps --eval.dataset e --eval.before_training --algo.guide.ratio_cap 3 "
             "--algo.guide.rescue_batch 2 --algo.guide.model_name_or_path g --vllm.sync_bucket_mb 1",
             "--algo.guide.model_name_or_path, --algo.guide.rescue_batch, --eval.before_training, --eval.dataset, "
-            "--reward.remote_url, --vllm.num_engines, --vllm.sync_bucket_mb (this run samples nothing",
+            "--reward.remote_url, --vllm.num_engines, --vllm.sync_bucket_mb (a replay's rows come",
         ),
         (
             "--actor.backend megatron --megatron.fp8 emulated --algo.advantage.estimator group_norm "
@@ -339,7 +339,7 @@ def test_the_advantage_of_a_short_lone_success_arrives(
         (
             "--actor.backend megatron --megatron.fp8 emulated --algo.advantage.estimator gtpo "
             "--megatron.fp8_audit_gate 0.1",
-            "--megatron.fp8_audit_gate (there is no --megatron.fp8_audit_steps)",
+            "--megatron.fp8_audit_gate (needs --megatron.fp8_audit_steps)",
         ),
     ],
 )
@@ -496,7 +496,7 @@ def test_relative_paths_are_of_the_folder_of_the_command(tmp_path: Path, monkeyp
     copy = tmp_path / "session_1" / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
     copy.mkdir(parents=True)
     monkeypatch.chdir(copy)
-    with pytest.raises(UsageError, match="--ckpt.output_dir is in the copy that Ray has made of the job's .*/model; "):
+    with pytest.raises(UsageError, match="--ckpt.output_dir is in Ray's copy of the job's .*/model; "):
         settled("--ckpt.output_dir", "model")
     absolute = ["--ckpt.output_dir", "/a", "--ckpt.path", "/b"]
     assert settled(*absolute, "--actor.model_name_or_path", "org/x")["actor.model_name_or_path"] == "org/x"

@@ -12,9 +12,11 @@ _CREDIT = Need(
 
 
 def ask_for_forward(values: dict[str, Any], given: frozenset[str]) -> None:
-    """Have the actor's forward done, which an audit compares."""
+    """Ask for the actor's forward, which an audit compares."""
     if steps := values["megatron.fp8_audit_steps"]:
-        forward = f"--megatron.fp8_audit_steps {steps} compares the actor's forward, which would be left out"
+        forward = (
+            f"--megatron.fp8_audit_steps {steps} needs the actor's forward, which the sampler's entropies would save"
+        )
         values["rollout.forward_for"] = forward
 
 

@@ -1,4 +1,4 @@
-"""The settings of the guiding policy."""
+"""The settings of the guide."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ from openrlhf_gtpo.training.settings.setting import SAMPLES, Bounds, Group, Igno
 
 _GUIDE = Need(
     lambda values: values["algo.guide.model_name_or_path"] or not values["rollout.is_sampled"],
-    "neither --algo.guide.fraction nor --algo.guide.rescue_batch gives a guide anything to do",
+    "needs --algo.guide.fraction or --algo.guide.rescue_batch",
 )
 _ENGINES = Need(lambda values: not values["algo.guide.endpoint"], "--algo.guide.endpoint replaces the guide's engines")
 
 
 def describe_guide(values: dict[str, Any], given: frozenset[str]) -> None:
-    """Leave out a guide that samples nothing, refuse one without a name, and say what a run with one has."""
+    """Drop a guide without a task, refuse one without a name, and set what follows from it."""
     if values["algo.guide.endpoint"] == "":
         raise UsageError("Expected --algo.guide.endpoint to look like http://HOST:PORT/v1, got an empty string.")
     if not values["rollout.is_sampled"]:
@@ -27,9 +27,9 @@ def describe_guide(values: dict[str, Any], given: frozenset[str]) -> None:
         values["algo.guide.model_name_or_path"] = None
     if values["algo.guide.gpu_memory_utilization"] is None:
         values["algo.guide.gpu_memory_utilization"] = values["vllm.gpu_memory_utilization"]
-    if chosen_platform() == "cpu":  # as little of its memory as the policy's engines take
-        share = min(values["algo.guide.gpu_memory_utilization"], CPU_MEMORY_SHARE)
-        values["algo.guide.gpu_memory_utilization"] = share
+    if chosen_platform() == "cpu":  # the same small fraction of memory as for the policy's engines
+        fraction = min(values["algo.guide.gpu_memory_utilization"], CPU_MEMORY_SHARE)
+        values["algo.guide.gpu_memory_utilization"] = fraction
     if values["algo.guide.rescue_batch"]:
         values["rollout.joined_by"] = "--algo.guide.rescue_batch"
     if values["algo.guide.model_name_or_path"] and not values["algo.guide.endpoint"]:

@@ -1,4 +1,4 @@
-"""What follows from OpenRLHF's ``--ds.lora.*`` for a run. They are its flags; both backends read them."""
+"""The consequences of OpenRLHF's flags ``--ds.lora.*``, which both backends read."""
 
 from typing import Any
 
@@ -7,11 +7,11 @@ from openrlhf_gtpo.training.settings.setting import Group
 
 
 def describe_adapters(values: dict[str, Any], given: frozenset[str]) -> None:
-    """Say what adapters the run has, and that its reference is the policy without them."""
+    """Set ``actor.lora``, and make the policy without adapters the reference."""
     if not values["ds.lora.rank"]:
         return
     targets = values["ds.lora.target_modules"]
-    # The word arrives as a list of one, in which PEFT would look for a module of that name.
+    # The word arrives in a list, where PEFT would take it for a module's name.
     if targets == ["all-linear"]:
         targets = values["ds.lora.target_modules"] = "all-linear"
     names = (targets,) if isinstance(targets, str) else tuple(targets)

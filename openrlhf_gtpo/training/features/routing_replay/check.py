@@ -1,4 +1,4 @@
-"""What routing replay cannot be combined with: ``on`` is refused there, ``auto`` is off."""
+"""Checks of what routing replay cannot be combined with: there, ``on`` is refused and ``auto`` is off."""
 
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.training.arguments import Arguments
@@ -10,29 +10,29 @@ _FLAG = "rollout.routing_replay"
 
 
 def can_replay(args: Arguments) -> bool:
-    """Whether routes are replayed, by all that does not depend on the model.
+    """Decide whether routes are replayed, from everything but the model.
 
     Raises:
-        UsageError: routes are asked for, and cannot be replayed.
+        UsageError: replay is on, but cannot work.
     """
     if args.rollout.routing_replay == "off":
         return False
     if args.actor.backend != "megatron":
         why = f"--actor.backend {args.actor.backend} routes by itself; give --actor.backend megatron"
     elif not args.rollout.is_sampled:
-        why = "rows that the run has not sampled itself have no routes"
+        why = "rows that the run has not sampled itself have no routes; drop --train.replay_rollouts"
     elif parse_overrides(args.megatron.override).get("moe_router_fusion"):
-        why = "Transformer Engine's router of --megatron.override moe_router_fusion=true takes no routes"
+        why = "Transformer Engine's router takes no routes; drop --megatron.override moe_router_fusion=true"
     elif no_channel := why_no_scheduler():
-        why = f"vLLM's answers have no room for routes: {no_channel}"
+        why = f"vLLM's answers cannot carry routes ({no_channel}); install such a vLLM"
     else:
         return True
     return _off_or_refused(args, why)
 
 
 def has_routes(args: Arguments, model: Model) -> bool:
-    """The same by the policy's checkpoint; raises UsageError likewise."""
-    return model.has_experts or _off_or_refused(args, "the model has no experts")
+    """Decide the same from the policy's checkpoint; raises UsageError likewise."""
+    return model.has_experts or _off_or_refused(args, "the model has no experts; give a mixture of experts")
 
 
 def _off_or_refused(args: Arguments, why: str) -> bool:

@@ -8,12 +8,12 @@ from openrlhf_gtpo.training.settings.setting import SAMPLES, Bounds, Group, Need
 _AUDITED = (
     SAMPLES,
     Need(lambda values: values["rollout.entropy"] != "actor", "entropies are the actor's"),
-    Need(lambda values: values["algo.advantage.estimator"] in ESTIMATORS, "the credit does not depend on entropies"),
+    Need(lambda values: values["algo.advantage.estimator"] in ESTIMATORS, "the estimator reads no entropies"),
 )
 
 
 def leave_out_audits(values: dict[str, Any], given: frozenset[str]) -> None:
-    """Rows that this run has not sampled are not audited: its policy may be another than theirs."""
+    """Turn off audits in a replay, whose rows may come from another policy."""
     if not values["rollout.is_sampled"]:
         values["rollout.entropy_audit_steps"] = 0
 

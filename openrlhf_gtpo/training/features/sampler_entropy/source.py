@@ -1,5 +1,5 @@
-"""Where a run takes entropies and old log-probs from: ``--rollout.entropy`` and ``--rollout.log_probs``, checked
-against every flag that has a say in it."""
+"""The source of a run's entropies and old log-probs: ``--rollout.entropy`` and ``--rollout.log_probs``, checked
+against every flag that matters for them."""
 
 import sys
 
@@ -14,15 +14,15 @@ _CORRECTION = "--algo.advantage.is_correction_level"
 
 
 def choose_entropy(args: Arguments) -> str:
-    """``--rollout.entropy``, with sampler or actor in the place of auto. Print a line on stderr for what may surprise
-    a user.
+    """Return the source of entropies, sampler or actor, and print a line on stderr if it may surprise the user.
 
     Raises:
-        UsageError: a source that this run cannot have.
+        UsageError: this run cannot use the source.
     """
     rollout, chosen = args.rollout, args.rollout.entropy
     rows = count_rows(args)
     steps = count_steps(rows, args.train.batch_size) * args.train.max_epochs
+    # The sampler, unless that is impossible. If the forward runs anyway, auto takes the actor's.
     if chosen != "actor":
         asked, chosen = chosen, "sampler"
         args = changed(args, {"rollout.entropy": chosen})
@@ -32,39 +32,40 @@ def choose_entropy(args: Arguments) -> str:
         if not impossible and always_forwards(args, rows):
             why = f"the {steps} optimizer steps of a rollout need its log-probs (--rollout.log_probs)"
             if rollout.joined_by:
-                why = f"rows that train with a rollout's ({rollout.joined_by}) need its log-probs"
+                why = f"rows that join a rollout ({rollout.joined_by}) need its log-probs"
             elif args.critic.freezing_steps >= 0:
                 why = "an actor that waits for its critic (--critic.freezing_steps) needs its log-probs"
             elif steps == 1:
-                why = "KL as a reward is computed from its log-probs (--algo.kl.use_loss, or --algo.kl.init_coef 0)"
-            why = f"the old-policy forward is done all the same: {why}"
+                why = "the KL reward needs its log-probs (--algo.kl.use_loss or --algo.kl.init_coef 0 avoids that)"
+            why = f"the old-policy forward runs anyway, because {why}"
         if not why and asked == "auto" and (why := why_no_scheduler()):
-            why = f"vLLM would send the sampler's token by token, which may take longer than that forward: {why}"
+            why = f"vLLM would send values token by token, which may take longer than the forward, because {why}"
         if why and asked == "sampler":
             print(f"--rollout.entropy sampler saves no time: {why}.", file=sys.stderr)
-        elif impossible or why and not args.train.async_enable:  # whose actor is a later policy
-            print(f"--rollout.entropy auto takes the actor's entropies: {why}.", file=sys.stderr)
+        elif impossible or why and not args.train.async_enable:  # there, the actor is a later policy
+            print(f"--rollout.entropy auto chose the actor: {why}.", file=sys.stderr)
             chosen = "actor"
+    # The old log-probs of several optimizer steps.
     if rollout.log_probs == "sampler":
         _check_log_probs(changed(args, {"rollout.entropy": chosen}), steps)
         if steps > 1:
             print(
-                f"--rollout.log_probs sampler: each of the {steps} optimizer steps of a rollout takes its own "
-                f"log-probs as the old ones; only {_CORRECTION} bounds how far it is from the policy that sampled.",
+                f"--rollout.log_probs sampler: each of a rollout's {steps} optimizer steps uses its own log-probs as "
+                f"old ones; only {_CORRECTION} bounds the distance to the policy that sampled.",
                 file=sys.stderr,
             )
     return chosen
 
 
 def _why_not(args: Arguments) -> str | None:
-    """The reason why the sampler cannot give this run's entropies, as a clause; None if it can."""
+    """Return why the sampler cannot give this run's entropies, as a clause; None if it can."""
     estimator, images = args.algo.advantage.estimator, args.data.max_images_per_prompt
     for holds, why in (
         (
             not captures_entropy(args),
-            f"--algo.advantage.estimator {estimator} reads no entropies, and there is no --logger.entropy_enable",
+            f"--algo.advantage.estimator {estimator} reads no entropies without --logger.entropy_enable",
         ),
-        (args.rollout.top_p != 1, f"--rollout.top_p {args.rollout.top_p:g} cuts the distribution that entropies need"),
+        (args.rollout.top_p != 1, f"--rollout.top_p {args.rollout.top_p:g} cuts the distribution off"),
         (images > 0, f"with --data.max_images_per_prompt {images}, image tokens lie between the sampled ones"),
         (args.rollout.forward_for is not None, args.rollout.forward_for),
     ):
@@ -74,35 +75,36 @@ def _why_not(args: Arguments) -> str | None:
 
 
 def _check_log_probs(args: Arguments, steps: int) -> None:
+    # Each condition needs the actor's log-probs, which would be missing; the last one, a bound in their place.
     coefficient = args.algo.kl.init_coef
     for refused, why in (
         (
             coefficient > 0 and not args.algo.kl.use_loss,
-            f"leaves out the log-probs that --algo.kl.init_coef {coefficient:g} turns into a reward; give "
+            f"saves the forward whose log-probs --algo.kl.init_coef {coefficient:g} turns into a reward; give "
             "--algo.kl.use_loss too, or --algo.kl.init_coef 0",
         ),
         (
             args.algo.kl.unbiased_gradient and coefficient > 0 and steps > 1,
-            f"leaves out the log-probs that --algo.kl.unbiased_gradient needs with {steps} optimizer steps; "
-            "leave that flag out",
+            f"saves the forward whose log-probs --algo.kl.unbiased_gradient needs with {steps} optimizer steps; drop "
+            "--algo.kl.unbiased_gradient",
         ),
         (
             args.rollout.entropy == "actor",
-            "leaves out the actor's forward, from which the entropies come; give --rollout.entropy sampler too",
+            "saves the actor's forward, which the entropies come from; give --rollout.entropy sampler too",
         ),
         (
             args.rollout.joined_by is not None,
-            f"leaves out the log-probs that a step needs if other rows join it; leave {args.rollout.joined_by} out",
+            f"saves the forward whose log-probs a step needs if other rows join it; drop {args.rollout.joined_by}",
         ),
         (
             args.critic.freezing_steps >= 0,
-            "leaves out the log-probs that an actor needs if it waits for its critic; leave --critic.freezing_steps "
-            "out",
+            "saves the forward whose log-probs an actor needs if it waits for its critic; drop "
+            "--critic.freezing_steps",
         ),
         (
             args.algo.advantage.is_correction_level == "off",
-            f"trains without a ratio to the old policy, and so needs {_CORRECTION} token or seq; give it too",
+            f"trains without a ratio to the old policy; give {_CORRECTION} token or seq too",
         ),
     ):
         if refused:
-            raise UsageError(f"--rollout.log_probs sampler {why}, or leave it out.")
+            raise UsageError(f"--rollout.log_probs sampler {why}, or leave --rollout.log_probs out.")
