@@ -145,7 +145,7 @@ def summary(folder: Path, status: int, seconds: int, faults: list[dict[str, Any]
         "prompts_lost": len(steps) * PROMPTS - dropped - trained,
         "engine_faults": len(faults),
         "run_restarts": restarts_of(folder),
-        "rewards_tried_again": text.count("failed and is tried again"),
+        "rewards_tried_again": text.count("failed; trying again"),
         "largest_vllm_kl": max(abs(row["vllm_kl"]) for row in steps.values()),
         "reward_and_its_standard_error": [statistics.mean(rewards), statistics.stdev(rewards) / len(rewards) ** 0.5],
         "of_each": spread_by_fault(faults, "noticed_seconds", "start_seconds", "recovered_seconds"),

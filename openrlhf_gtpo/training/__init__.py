@@ -1,1 +1,1 @@
-"""The only room that knows OpenRLHF: its parser, experience maker, actors and trainer are extended, not forked."""
+"""Training, the only room that knows OpenRLHF: it extends its parser, experience maker, actors and trainer."""

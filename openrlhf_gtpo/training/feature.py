@@ -1,8 +1,8 @@
-"""What a feature is: one folder with its settings, its check and the hooks that it needs, named once, in ``FEATURES``
-of ``features/__init__.py``.
+"""The interface of a feature: one folder with settings, check and hooks, named once, in ``FEATURES`` of
+``features/__init__.py``.
 
-A run has the features that its arguments ask for. Each process makes those that have something to do in it: the
-driver, the controller, an engine's actor, and a rank that trains.
+A run has the features that its arguments ask for. A feature may have a part in each process: the driver, the
+controller, an engine's actor, and a training rank.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from openrlhf_gtpo.training.arguments import Arguments
 
-if TYPE_CHECKING:  # the driver refuses a command line before anything heavy is imported
+if TYPE_CHECKING:  # the driver checks a command line before it imports anything heavy
     from openrlhf.trainer.ppo_utils.experience import Experience
 
     from openrlhf_gtpo.token_values import TokenValues
@@ -23,14 +23,14 @@ if TYPE_CHECKING:  # the driver refuses a command line before anything heavy is 
 
 
 class Feature:
-    """What a run may do besides training: its address in the driver, from where its parts in the other processes come.
+    """An optional feature of a run, in the driver, which makes its parts for the other processes.
 
     Args:
         args: the run's arguments.
 
     Attributes:
         settings: its flags, which every command line has. Their module imports nothing heavy.
-        before, after: its rules before OpenRLHF's block and after it (``settings/rules.py``), on or off.
+        before, after: its rules before OpenRLHF's block and after it (``settings/rules.py``), applied in every run.
     """
 
     settings: ClassVar["Group"]
@@ -41,33 +41,33 @@ class Feature:
         self.args = args
 
     def is_on(self) -> bool:
-        """Whether the run has this feature."""
+        """True if the run has this feature."""
         raise NotImplementedError
 
     def for_model(self, model: "Model") -> Mapping[str, Any]:
-        """Other values for arguments, by flag, where they follow from the policy's checkpoint: asked of features that
-        are on, before they are checked and before the run begins. Raises UsageError for a contradiction."""
+        """Return arguments, by flag, that follow from the policy's checkpoint. Called for features that are on, before
+        their checks and before the run. Raises UsageError for a contradiction."""
         return {}
 
     def check(self, model: "Model") -> None:
-        """Raise UsageError for what would train something else in silence, or fail after minutes.
+        """Raise UsageError if the run would silently train something else, or fail after minutes.
 
         Args:
             model: the policy's checkpoint.
         """
 
     def controller(self) -> "ControllerFeature | None":
-        """Its part in the controller's process."""
+        """Make its part in the controller."""
 
     def engine(self) -> "EngineFeature | None":
-        """Its part in each engine's actor, which is sent there."""
+        """Make its part in each engine's actor, which is sent there."""
 
     def engine_args(self) -> dict[str, Any]:
-        """vLLM arguments that it needs of the policy's engines."""
+        """Return the vLLM arguments that it needs for the policy's engines."""
         return {}
 
     def loss(self) -> "LossFeature | None":
-        """Its part in each rank that trains, likewise."""
+        """Make its part in each training rank, which is sent there."""
 
 
 class ControllerFeature:
@@ -81,14 +81,14 @@ class ControllerFeature:
         self.args = args
 
     def sampler(self, run: Any) -> Any:
-        """A ``Sampler`` for the run in place of the plain one; None for no other."""
+        """Make a ``Sampler`` that replaces the plain one; None to keep it."""
 
     def begin(self, run: Any) -> None:
-        """Models and engines are loaded, and the checkpoint's states restored."""
+        """Called once models and engines are loaded and the checkpoint is restored."""
 
     def may_sample_ahead(self, steps: int = 1) -> bool:
-        """Asked before a step's rollout has its values: whether what is trained on so many ``steps`` after it may be
-        sampled now, with the weights that the engines have (``--train.async_enable``)."""
+        """True if the rollout for so many ``steps`` later may be sampled with the engines' current weights
+        (``--train.async_enable``). Called before a step's rollout has its values."""
         return True
 
     def policy_values(
@@ -99,44 +99,44 @@ class ControllerFeature:
         split: "Callable[[Sequence[Row]], list[Experience]]",
         forward: "Callable[[Sequence[Experience]], list[TokenValues]]",
     ) -> "list[TokenValues]":
-        """The old policy's values, (b, t) of each micro-batch.
+        """Return the old policy's values, (b, t) for each micro-batch.
 
         Args:
             batches, rows: micro-batches, and all their rows in sampling order.
-            own: whether these are the step's own rows, and not others that join its training.
-            split: makes micro-batches of rows.
-            forward: asks the actors, or the feature before this one.
+            own: True for the step's own rows, False for other rows that join its training.
+            split: splits rows into micro-batches.
+            forward: asks the actors, or the previous feature.
         """
         return forward(batches)
 
     def on_values(self, batch: "RolloutBatch") -> None:
-        """The step's own rows have all their values, and no advantages yet."""
+        """Called once the step's own rows have all values, before their advantages."""
 
     def on_batch(self, batch: "RolloutBatch", experiences: "Sequence[Experience]") -> None:
-        """The step's own rows have advantages."""
+        """Called once the step's own rows have advantages."""
 
     def on_step(self, step: int, metrics: dict[str, Any]) -> None:
-        """The step is trained, and its weights are sent; what is put into ``metrics`` is logged with it."""
+        """Called once the step is trained and its weights are sent. May add to the step's logged ``metrics``."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold for the run to go on as if it had not stopped."""
+        """Return what a checkpoint must hold so that a resumed run continues exactly."""
         return {}
 
     def restore(self, state: Mapping[str, Any], step: int) -> None:
-        """Go on after ``step`` from the ``state`` of a checkpoint, which may be of a run without this feature."""
+        """Continue after ``step`` from a checkpoint's ``state``, which may come from a run without this feature."""
 
     def end(self) -> None:
-        """No step follows, whatever the reason."""
+        """Called at the end, whatever the reason."""
 
 
 class EngineFeature:
     """A feature's part in an engine's actor."""
 
     async def start(self, llm: Any) -> None:
-        """vLLM has loaded its model."""
+        """Called once vLLM has loaded its model."""
 
     def on_request(self, params: Any) -> None:
-        """vLLM will be asked with ``params``, a copy for this call, on behalf of a response that is trained on."""
+        """Called before vLLM gets ``params``, a copy for this call, for a response that is trained on."""
 
     def on_row(self, row: "Row", response: dict[str, Any], answers: "Sequence[Answer] | None") -> None:
-        """The response is complete; ``answers`` are the engine's behind it, None if it is not trained on."""
+        """Called once a response is complete. ``answers`` are the engine's behind it; None if it is not trained on."""

@@ -1,4 +1,4 @@
-"""The host's part in a run: the GPUs it asks Ray for, what replaces CUDA if there is none, and Ray itself."""
+"""The host of a run: its GPUs, replacements for CUDA on a host without it, and the start of Ray."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from openrlhf_gtpo.platform import varlen_attention
 from openrlhf_gtpo.platform.gpus import too_old
 from openrlhf_gtpo.training.arguments import Actor, Arguments, Critic, Ref, Reward
 
-# The variables that upstream sets in its workers' environment, with upstream's defaults.
+# Variables of workers' environments, with upstream's defaults.
 _UPSTREAM_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "true",
     "NCCL_DEBUG": "WARN",
@@ -27,20 +27,20 @@ _UPSTREAM_ENVIRONMENT = {
 # core/extensions/transformer_engine.py, validate_args in training/arguments.py, or training/determinism.py).
 _DETERMINISTIC_ENVIRONMENT = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring"}
 
-# Of a CPU host's memory, the share that vLLM wants free when an engine starts (vllm 0.29.0, v1/worker/cpu_worker.py);
-# its cache has a size of its own.
+# Fraction of a CPU host's memory that vLLM needs free when an engine starts (vllm 0.29.0, v1/worker/cpu_worker.py).
+# Its cache has a size of its own.
 CPU_MEMORY_SHARE = 0.2
 
-_UPSTREAM_GPUS = 8  # of each group by upstream's default, and as many processes on a host without GPUs
-_UPSTREAM_TOKENS = 16192  # its --train.max_tokens_per_gpu, which takes a GPU's memory
+_UPSTREAM_GPUS = 8  # upstream's default for each group; on a host without GPUs, processes
+_UPSTREAM_TOKENS = 16192  # upstream's default of --train.max_tokens_per_gpu, for a GPU's memory
 _RAY_STARTS = 10
-CPU_TOKENS = 2048  # of a micro-batch on Megatron, as in the quickstart
+CPU_TOKENS = 2048  # per micro-batch on Megatron, as in the quickstart
 
 
 class Gpus(NamedTuple):
-    """GPUs that each group of processes holds for itself: 0 if there is no such group, or if it uses another's.
+    """GPUs that each group of processes holds for itself: 0 without such a group, or if it uses another's.
 
-    On a host without CUDA, Ray uses these numbers to count processes.
+    On a host without CUDA, Ray counts processes by these numbers.
     """
 
     actor: int
@@ -55,9 +55,9 @@ class EngineGroup(NamedTuple):
     """vLLM engines besides the policy's, which a feature starts.
 
     Fields:
-        flags: what their flags begin with, before ``.model_name_or_path``, ``.num_engines``, ``.tensor_parallel_size``
-            and ``.gpu_memory_utilization``.
-        elsewhere: what to do if there is no room for them, to end a sentence.
+        flags: beginning of their flags ``.model_name_or_path``, ``.num_engines``, ``.tensor_parallel_size`` and
+            ``.gpu_memory_utilization``.
+        elsewhere: what to do if they do not fit, as the end of a sentence.
     """
 
     flags: str
@@ -69,7 +69,7 @@ class EngineGroup(NamedTuple):
 
 
 def gpus_of(args: Arguments) -> Gpus:
-    """The GPUs of a run, given how ``train`` of OpenRLHF 0.11.2 places its groups.
+    """Count the GPUs of a run, as ``train`` of OpenRLHF 0.11.2 places its groups.
 
     https://github.com/OpenRLHF/OpenRLHF/blob/main/openrlhf/cli/train_ppo_ray.py
     """
@@ -81,7 +81,7 @@ def gpus_of(args: Arguments) -> Gpus:
     has_reference = args.algo.kl.init_coef > 0 and not args.ref.is_actor
     has_critic = bool(args.critic.model_name_or_path)
     has_reward = not args.reward.remote_url and bool(args.reward.model_name_or_path)
-    paired = has_critic and args.train.colocate_critic_reward  # on GPUs of their own, whatever the others share
+    paired = has_critic and args.train.colocate_critic_reward  # on their own GPUs, whatever others share
     with_engines = shared and not args.train.async_enable
     return Gpus(
         actor=size(args.actor),
@@ -96,14 +96,14 @@ def gpus_of(args: Arguments) -> Gpus:
 
 
 def without_cuda(args: Arguments) -> dict[str, Any]:
-    """What replaces what only CUDA can do, and sizes that only a node of GPUs has, by flag; with one printed line
-    each."""
+    """Return replacements, by flag, for settings that need CUDA or a node of GPUs; prints a line for each."""
     changes: dict[str, Any] = {}
 
     def replace(flag: str, value: object) -> None:
         print(f"No CUDA on this host: --{flag} {attrgetter(flag)(args)} becomes {value}.", file=sys.stderr)
         changes[flag] = value
 
+    # Sizes: upstream's defaults are for eight GPUs.
     if (os.cpu_count() or 1) < _UPSTREAM_GPUS:
         processes = args.actor.num_gpus_per_node
         if args.actor.backend == "deepspeed" and processes == _UPSTREAM_GPUS:
@@ -114,14 +114,15 @@ def without_cuda(args: Arguments) -> dict[str, Any]:
             if attrgetter(flag)(args) == _UPSTREAM_GPUS > processes:
                 if own_gpus:
                     replace(flag, processes)
-                changes[flag] = processes  # upstream compares groups that share, too
+                changes[flag] = processes  # also for groups that share, which upstream compares
     if args.actor.backend == "megatron" and args.train.max_tokens_per_gpu == _UPSTREAM_TOKENS:
         replace("train.max_tokens_per_gpu", CPU_TOKENS)
+    # Kernels, sleep and offload.
     if "flash_attention" in args.ds.attn_implementation:
         replace("ds.attn_implementation", "sdpa")
     if args.vllm.sync_backend == "nccl":
         changes["vllm.sync_backend"] = "gloo"
-    changes["vllm.enforce_eager"] = True  # CUDA graphs do not exist, and compiling takes longer than a short run
+    changes["vllm.enforce_eager"] = True  # no CUDA graphs, and compiling takes longer than a short run
     if args.vllm.enable_sleep:
         replace("vllm.enable_sleep", False)
     if args.ds.enable_sleep and args.actor.backend == "deepspeed":
@@ -133,13 +134,13 @@ def without_cuda(args: Arguments) -> dict[str, Any]:
 
 
 def without_kernels(args: Arguments) -> dict[str, Any]:
-    """On a CUDA host, what does without compiled kernels that are missing, by flag; with one printed line. Without
-    flash-attn, packed rows attend with torch's own kernels, and padded ones with ``sdpa``."""
+    """Return replacements, by flag, for kernels that a CUDA host lacks; prints a line. Without flash-attn, packed rows
+    use torch's own kernels, and padded rows ``sdpa``."""
     on_megatron = args.actor.backend == "megatron"
     if on_megatron and not is_installed("transformer-engine"):
         print(
-            "No Transformer Engine here: Megatron runs with this package's own layers. FP8 and fused layers need it "
-            "(setup_env.sh --cuda --with-kernels).",
+            "No Transformer Engine here: Megatron runs with this package's own layers. FP8 and fused "
+            "layers need it (setup_env.sh --cuda --with-kernels).",
             file=sys.stderr,
         )
     if args.ds.attn_implementation != "flash_attention_2" or is_installed("flash-attn"):
@@ -151,7 +152,7 @@ def without_kernels(args: Arguments) -> dict[str, Any]:
 
 
 def is_installed(package: str) -> bool:
-    """True if ``package`` is installed, and not only stood in for."""
+    """True if ``package`` is really installed, not only replaced by a stand-in module."""
     try:
         return bool(metadata.version(package))
     except metadata.PackageNotFoundError:
@@ -159,11 +160,11 @@ def is_installed(package: str) -> bool:
 
 
 def start_ray(args: Arguments, gpus: int) -> None:
-    """Connect to the cluster that RAY_ADDRESS names, or start Ray on this host; with CUDA, as OpenRLHF does, only if
-    `ray start` has not.
+    """Connect to the cluster at RAY_ADDRESS, or start Ray on this host; with CUDA, as OpenRLHF does, only if `ray
+    start` has not.
 
     Args:
-        gpus: the number of GPUs that Ray is to assume on a host without CUDA, if it is started here.
+        gpus: number of GPUs that Ray assumes on a host without CUDA, if it starts here.
 
     Raises:
         UsageError: no Ray answers at RAY_ADDRESS.
@@ -172,6 +173,7 @@ def start_ray(args: Arguments, gpus: int) -> None:
     """
     import ray
 
+    # The environment of all workers.
     defaults = _UPSTREAM_ENVIRONMENT | {FP32_SCALES: "1"}
     if args.actor.backend == "megatron":
         if args.megatron.tensor_model_parallel_size * args.megatron.context_parallel_size > 1:
@@ -181,7 +183,7 @@ def start_ray(args: Arguments, gpus: int) -> None:
         if args.train.full_determinism_enable:
             defaults |= _DETERMINISTIC_ENVIRONMENT
     environment = {name: os.environ.get(name, value) for name, value in defaults.items()}
-    # The environment of a job that `ray job submit` started is in os.environ, and Ray refuses names given twice.
+    # A job's environment from `ray job submit` is in os.environ too, and Ray refuses names given twice.
     os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
     options: dict[str, Any] = {"runtime_env": {"env_vars": environment}}
     if chosen := platform.chosen_platform():
@@ -195,7 +197,8 @@ def start_ray(args: Arguments, gpus: int) -> None:
         environment |= cpu.environment() | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
         if not os.environ.get("RAY_ADDRESS"):
             options |= {"address": "local", "num_gpus": gpus, "num_cpus": gpus + 4, "include_dashboard": False}
-    # Ray gives its agents 15 s to start (launch/ray_node.py); the first try has read from the disk what they import.
+    # Ray gives its agents 15 s to start (launch/ray_node.py). After the first try, their imports are in the disk's
+    # cache.
     for _ in range(_RAY_STARTS):
         try:
             ray.init(**options)
@@ -203,15 +206,15 @@ def start_ray(args: Arguments, gpus: int) -> None:
         except ConnectionError as error:  # such as for RAY_ADDRESS=auto, which check_ray cannot try
             raise _no_ray(error) from error
         except Exception as error:
-            if "timed out during startup" not in str(error):  # Ray raises no type of its own
+            if "timed out during startup" not in str(error):  # Ray has no type for it
                 raise
     tries = f"{_RAY_STARTS} attempts of 30 s"
-    raise Restartable(f"Ray did not start on this host in {tries}; is the host or its disk busy?")
+    raise Restartable(f"Ray did not start on this host in {tries}; check whether the host or its disk is busy.")
 
 
 def check_gpus() -> None:
-    """Refuse a driver or GPUs that are too old, on which a run fails once its engines have started. The nodes of a
-    cluster are the doctor's."""
+    """Refuse a driver or GPUs that are too old, on which a run would fail once its engines have started. On a cluster,
+    ``cli.doctor`` checks the nodes."""
     if platform.chosen_platform() == "cuda" and not os.environ.get("RAY_ADDRESS"):
         import torch
 
@@ -220,9 +223,9 @@ def check_gpus() -> None:
 
 
 def check_ray() -> None:
-    """Refuse a path to Python that Ray's shell would take apart, so that no worker ever starts (ray 2.55.0,
-    _private/runtime_env/context.py; torch 2.13's compiler has the same fault). Refuse a RAY_ADDRESS at which nothing
-    listens: Ray would try for minutes and then abort the process (_private/node.py, Node._init_gcs_client)."""
+    """Refuse a path to Python that Ray's shell would split, so that no worker would start (ray 2.55.0,
+    _private/runtime_env/context.py; torch 2.13's compiler has the same bug). Also refuse a RAY_ADDRESS where nothing
+    listens, because Ray would try for minutes and then abort the process (_private/node.py, Node._init_gcs_client)."""
     if re.search(r"[^\w@%+=:,./-]", sys.executable):
         raise UsageError(
             f"Ray cannot start its workers with {sys.executable}: put the environment in a folder whose path has no "
@@ -231,7 +234,7 @@ def check_ray() -> None:
     address = os.environ.get("RAY_ADDRESS", "")
     try:
         if address.startswith("http"):
-            raise ValueError("a dashboard, which takes `ray job submit`")
+            raise ValueError("it is a dashboard; use `ray job submit` with it")
         parts = urlsplit(address if "//" in address else f"//{address}")
         if parts.port is not None:
             socket.create_connection((parts.hostname or "", parts.port), timeout=5).close()
@@ -242,5 +245,5 @@ def check_ray() -> None:
 def _no_ray(error: Exception) -> UsageError:
     return UsageError(
         f"No Ray cluster answers at RAY_ADDRESS={os.environ.get('RAY_ADDRESS')} ({error}); start one there, or unset "
-        "RAY_ADDRESS to have Ray started on this host."
+        "RAY_ADDRESS to start Ray on this host."
     )

@@ -1,6 +1,6 @@
-"""Puts this package's Ray actors in place of upstream's, in the process that starts the run.
+"""Replaces upstream's Ray actors with this package's, in the process that starts the run.
 
-The actors themselves bring what they need into their worker processes, which import upstream afresh.
+Worker processes import upstream afresh, so the actors bring further replacements with them.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from openrlhf_gtpo.training.feature import Feature
 
 
 def apply(args: Arguments, features: Sequence[Feature] = ()) -> None:
-    """Replace the names through which upstream's ``train`` finds its actors. Safe to call twice."""
+    """Replace the actors by the names under which upstream's ``train`` finds them. Safe to call twice."""
     import ray
     from openrlhf.cli import train_ppo_ray
     from openrlhf.trainer import ppo_trainer, ppo_trainer_async
@@ -26,6 +26,7 @@ def apply(args: Arguments, features: Sequence[Feature] = ()) -> None:
     from openrlhf_gtpo.training.rollout.rewards import Patience
     from openrlhf_gtpo.training.rollout.rollout_actor import MAX_CALLS, StrictRolloutActor
 
+    # Parts of features in engines and ranks, and vLLM's arguments.
     on_megatron = args.actor.backend == "megatron"
     max_restarts = args.train.max_restarts
     tensor_parallel_size = args.megatron.tensor_model_parallel_size if on_megatron else args.ds.tensor_parallel_size
@@ -36,6 +37,7 @@ def apply(args: Arguments, features: Sequence[Feature] = ()) -> None:
     }
     for feature in features:
         of_engines["engine_args"] |= feature.engine_args()
+    # Ranks: policy, reference and critic, in groups.
     train_ppo_ray.CriticModelActor = CriticActor
     policy: type = EntropyPolicyActor
     if on_megatron:
@@ -46,6 +48,7 @@ def apply(args: Arguments, features: Sequence[Feature] = ()) -> None:
     train_ppo_ray.PolicyModelActor = ray.remote(num_gpus=1)(type("PolicyActor", (policy,), of_policy))
     reference = train_ppo_ray.ReferenceModelActor if args.ref.is_actor else None
     train_ppo_ray.RayActorGroup = Groups(train_ppo_ray.PolicyModelActor, reference, tensor_parallel_size)
+    # Engines, controller and strategy.
     vllm_engine.get_bundle_indices = engine_bundles
     rollout_actor = type("RolloutActor", (StrictRolloutActor,), of_engines)
     vllm_engine.RolloutRayActor = ray.remote(max_restarts=max_restarts, max_concurrency=MAX_CALLS)(rollout_actor)

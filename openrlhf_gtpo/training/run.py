@@ -1,4 +1,4 @@
-"""Turns a command line into a run: parses and checks it, patches upstream and runs its own ``train`` in Ray."""
+"""From a command line to a run: parse and check it, patch upstream, and run upstream's ``train`` in Ray."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ from openrlhf_gtpo.training.settings.prompts import template_variables
 
 
 def features_of(args: Arguments) -> list[Feature]:
-    """The features that a run has."""
+    """Return the features that are on."""
     return [feature for kind in FEATURES if (feature := kind(args)).is_on()]
 
 
@@ -39,17 +39,17 @@ def train(args: Arguments) -> None:
     """Run OpenRLHF's training with parsed and checked arguments.
 
     Raises:
-        UsageError: a mistake by the user, found before any engine starts.
-        TrainingStopped: data that must not be learned from, or a checkpoint that cannot be written.
+        UsageError: a user's mistake, found before any engine starts.
+        TrainingStopped: bad data, or a checkpoint that cannot be written.
         Restartable: a process or a node died, or Ray did not start.
-        StoppedOnRequest: the run was asked to stop, and can be resumed.
+        StoppedOnRequest: the run was asked to stop; it can be resumed.
     """
     stop.prepare(args)
-    # Here, as a supervised run's process has nothing else of the checks.
+    # Decided here, because a supervised run's own process does not run the checks.
     policy, *_ = models = _models(args)
     args = changed(_for_model(policy, args), shared_prompts.decide(args, models))
     if args.rollout.is_sampled and (why := why_no_scheduler()):
-        print(f"Engines send each token by itself, which makes rollouts slower: {why}.", file=sys.stderr)
+        print(f"Rollouts are slower, because engines send one token at a time: {why}.", file=sys.stderr)
     patch.apply(args, features_of(args))
     show_phase(args.logger.metrics_path, names.START_RAY)
     host.start_ray(args, sum(host.gpus_of(args)))
@@ -57,10 +57,11 @@ def train(args: Arguments) -> None:
 
 
 def parse(argv: Sequence[str]) -> Arguments:
-    """Parse ``argv`` into upstream's and this package's arguments, completed by all rules (``settings/rules.py``).
+    """Parse ``argv`` into upstream's and this package's arguments, and complete them by all rules
+    (``settings/rules.py``).
 
     Raises:
-        UsageError: a flag or combination that fails with every estimator and backend.
+        UsageError: a flag or combination that cannot work with any estimator and backend.
     """
     check_openrlhf()
     platform.choose()
@@ -69,34 +70,36 @@ def parse(argv: Sequence[str]) -> Arguments:
 
 
 def _for_model(policy: Model, args: Arguments) -> Arguments:
-    """``args`` with what features make of the policy's checkpoint."""
+    """Return ``args`` with the values that features derive from the policy's checkpoint."""
     for feature in features_of(args):
         args = changed(args, feature.for_model(policy))
     return args
 
 
 def check(args: Arguments) -> None:
-    """All checks of a run, in their order, before anything starts. Each is here because what it prevents is silent or
-    dear: training would go on and learn something else, or fail after minutes, or lose data.
+    """Run all checks in their order, before anything starts. Each prevents something silent or expensive: training
+    that learns something else, fails after minutes, or loses data.
 
     Raises:
-        UsageError: the first thing that is wrong.
-        OSError: a path that cannot be what its flag says.
+        UsageError: the first mistake.
+        OSError: a path cannot be used.
     """
     policy, *_ = models = _models(args)
 
-    check_settings(args)  # flags that contradict each other
-    check_earlier_runs(args)  # what must not be replaced, and what to go on from
+    # Settings and folders, then checkpoints.
+    check_settings(args)
+    check_earlier_runs(args)
     for model in models:
         model.check_code("--actor.trust_remote_code")  # before anything reads more of a checkpoint
         model.check_files()
-    policy.check_transferable()  # to vLLM
+    policy.check_transferable()
     check_images(args, policy)
-    check_megatron(args, policy)  # layout, FP8, what the Megatron actor does not do
+    check_megatron(args, policy)
     policy.check_vocabulary()
+    # Rewards and data, with one trial of a reward function.
     if args.rollout.is_sampled:
         rewarded_by = check_reward(args)
-        check_data(args, policy)  # every row's prompt and label
+        check_data(args, policy)
         if args.train.agent_func_path:
             from openrlhf_gtpo.training.rollout.turns import check_turns
 
@@ -106,17 +109,18 @@ def check(args: Arguments) -> None:
 
             if (first := first_prompt(args, policy.tokenizer, PROMPTS)) is not None:
                 try_reward(rewarded_by, args.reward.remote_url[0], *first)
+    # Features, weights, disks and the host.
     args = _for_model(policy, args)
     for feature in features_of(args):
         feature.check(policy)
     policy.check_weights()
-    check_room(args, policy)  # on the disks for results
+    check_room(args, policy)
     host.check_gpus()
     host.check_ray()
 
 
 def _models(args: Arguments) -> list[Model]:
-    """The run's checkpoints, the policy's first."""
+    """Return the run's models, the policy first."""
     names = {"actor": args.actor.model_name_or_path, "critic": args.critic.model_name_or_path}
     names |= {} if args.reward.remote_url else {"reward": args.reward.model_name_or_path}
     trusted = args.actor.trust_remote_code
@@ -126,11 +130,11 @@ def _models(args: Arguments) -> list[Model]:
 
 
 def run(args: Arguments) -> None:
-    """Run upstream's ``train`` in the Ray that was started, and shut Ray down at the end.
+    """Run upstream's ``train`` in the started Ray, and shut Ray down at the end.
 
     Raises:
-        UsageError: a cluster on which the run cannot work.
-        TrainingStopped, Restartable, StoppedOnRequest: as :func:`train`.
+        UsageError: the run cannot work on this cluster.
+        TrainingStopped, Restartable, StoppedOnRequest: as in :func:`train`.
     """
     import ray
     from openrlhf.cli import train_ppo_ray
@@ -140,6 +144,7 @@ def run(args: Arguments) -> None:
     from openrlhf_gtpo.training.controller.failures import deaths_noticed, explained, raised_on
     from openrlhf_gtpo.training.controller.placement import waits_reported
 
+    # Keep the groups and the controller that upstream makes.
     groups: list[Any] = []
     controllers: list[Any] = []
     make_group, make_controller = train_ppo_ray.RayActorGroup, ppo_trainer.PPOTrainer.remote
@@ -155,14 +160,14 @@ def run(args: Arguments) -> None:
     train_ppo_ray.RayActorGroup = keep_group
     ppo_trainer.PPOTrainer = ppo_trainer_async.PPOTrainerAsync = SimpleNamespace(remote=keep_controller)
 
-    # A terminated run ends its workers and engines, as an interrupted one does. Ray's handler, which ray.init of 2.55
-    # has just installed, aborts the process instead (https://github.com/ray-project/ray/issues/37288).
+    # A terminated run ends its workers and engines, like an interrupted one. The handler that ray.init of 2.55 has
+    # just installed would abort the process instead (https://github.com/ray-project/ray/issues/37288).
     with raised_on(signal.SIGTERM, lambda: SystemExit(128 + signal.SIGTERM)):
         try:
             with explained(), deaths_noticed(lambda: [rank for group in groups for rank in group._actor_handlers]):
                 check_nodes(args)
                 show_phase(args.logger.metrics_path, names.READ_PROMPTS)
-                # A Ray that was started for this run has what the run asks for.
+                # A Ray started for this run has enough resources.
                 own = platform.chosen_platform() == "cpu" and not os.environ.get("RAY_ADDRESS")
                 with nullcontext() if own else waits_reported():
                     train_ppo_ray.train(thaw(args))

@@ -226,7 +226,7 @@ def test_a_reward_that_raises_or_hangs_is_tried_again(
     again = patience.tries - 1
     assert answer(moody(tmp_path, again, failure, patience))["reward"] == 1.0
     said = capsys.readouterr().out.splitlines()
-    assert said == [f"Warning: the reward from {tmp_path / 'reward.py'} failed and is tried again: {reason}"] * again
+    assert said == [f"Warning: the reward from {tmp_path / 'reward.py'} failed; trying again: {reason}"] * again
 
 
 def test_what_is_no_reward_is_a_mistake_and_not_tried_again(tmp_path: Path) -> None:

@@ -279,6 +279,6 @@ def test_too_many_failed_rewards_stop_the_run(monkeypatch: pytest.MonkeyPatch) -
     for sample in (sampler.sample, lambda: sampler.evaluate(1.0, samples=1)):
         with pytest.raises(
             TrainingStopped,
-            match="The reward or agent failed for 2 prompts of a rollout.* The last: .*no reward for 1$",
+            match="The reward or agent failed for 2 prompts of a rollout.* The last failure: .*no reward for 1$",
         ):
             sample()

@@ -355,6 +355,7 @@ class WholeSteps:
             most = torch.tensor(len(parts), device=device)
             all_reduce(most, op=ReduceOp.MAX, group=group)
             parts += [[]] * (int(most) - len(parts))
+            # Each with its part of the step's rows, and its numbers of tokens.
             for place, part in enumerate(parts):
                 last = place + 1 == len(parts)
                 engine.set_gradient_accumulation_boundary(last)

@@ -327,6 +327,7 @@ class Strategy(DeepspeedStrategy):
         source = module.config.name_or_path  # the folder or name that it was loaded from
         # OpenRLHF's value network is not a causal language model, whatever its source's configuration says.
         changed = {} if isinstance(model, Actor) else {"architectures": [type(module).__name__]}
+        # The weights, by all ranks; then the first rank completes the folder and puts it in its place.
         temporary = from_first_rank(partial(hf_folder.begin, directory), CheckpointWriteError)
         try:
             failure = None

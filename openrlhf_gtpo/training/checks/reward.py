@@ -26,7 +26,8 @@ def check_reward(args: Arguments) -> Any:
         return None  # a model
     if len(urls) > 1 and any(url.endswith(".py") for url in urls):
         raise UsageError(
-            f"--reward.remote_url {','.join(urls)}: servers take turns, but OpenRLHF calls only one Python file; give one."
+            f"--reward.remote_url {','.join(urls)}: servers take turns, but OpenRLHF calls only one Python file; give "
+            "one."
         )
     if urls[0].endswith(".py"):
         return import_reward(urls[0])

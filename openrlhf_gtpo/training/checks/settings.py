@@ -64,7 +64,7 @@ def _every_run(args: Arguments) -> Iterator[Refusal]:
     """Settings that fail or mislead with every estimator."""
     from transformers import SchedulerType
 
-    transfer = "whose transfer is OpenRLHF's own; leave one of them out."
+    transfer = "because OpenRLHF's own transfer has no checksums; leave one of them out."
     schedules = [kind.value for kind in SchedulerType]
     for role in ("actor", "critic") if args.critic.model_name_or_path else ("actor",):
         schedule = getattr(args, role).lr_scheduler
@@ -172,8 +172,7 @@ def _entropy_weighted(args: Arguments) -> Iterator[Refusal]:
     )
     yield (
         longest and longest >= args.data.max_len,
-        f"Expected --rollout.max_new_tokens < --data.max_len {args.data.max_len}, so that a prompt fits, got "
-        f"{longest}.",
+        f"Expected --rollout.max_new_tokens < --data.max_len {args.data.max_len}, for a prompt to fit, got {longest}.",
     )
     yield (  # 0 would make all responses to a prompt equal
         not rollout.temperature > 0,
@@ -198,11 +197,7 @@ def _asynchronous(args: Arguments) -> Iterator[Refusal]:
     if train.partial_rollout_enable:
         yield from _in_flight(args)
     for broken, flag, why in (
-        (
-            train.async_queue_size > 1,
-            f"--train.async_queue_size {train.async_queue_size}",
-            "only one rollout is ahead",
-        ),
+        (train.async_queue_size > 1, f"--train.async_queue_size {train.async_queue_size}", "one rollout is ahead"),
         (
             batch > args.rollout.batch_size,
             f"--rollout.vllm_generate_batch_size {batch}",

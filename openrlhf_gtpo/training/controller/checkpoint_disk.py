@@ -38,6 +38,7 @@ def check_room(args: Arguments, model: Model) -> None:
     Raises:
         UsageError: a folder cannot be written to, or its contents would not fit.
     """
+    # Every folder can be written to, and a checkpoint's disk can do what publishing one takes.
     folders = {"--ckpt.output_dir": args.ckpt.output_dir, "--ckpt.path": args.ckpt.path}
     folders |= {"--logger.tensorboard_dir": args.logger.tensorboard_dir} if args.logger.tensorboard_dir else {}
     for flag, path in folders.items():
@@ -51,6 +52,7 @@ def check_room(args: Arguments, model: Model) -> None:
             f"--ckpt.path {args.ckpt.path} is on a disk that cannot {missing}, which checkpoints need; give a path on "
             "another disk."
         )
+    # Room for the model, and for one checkpoint with what is sampled ahead.
     parameters = model.parameters
     if parameters is None:
         return

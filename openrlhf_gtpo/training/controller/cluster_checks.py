@@ -56,7 +56,7 @@ def check_gpus(args: Arguments, nodes: list[dict[str, Any]]) -> None:
         groups = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in needed._asdict().items() if count)
         numbers = ", ".join(f"{flags}.num_engines" for flags in ["--vllm", *(e.flags for e in args.vllm.others)])
         raise UsageError(
-            f"The run needs {sum(needed)} GPUs ({groups}), but the Ray cluster has {sum(counts)} ({there}); add "
+            f"The run needs {sum(needed)} GPUs ({groups}), and the Ray cluster has {sum(counts)} ({there}); add "
             f"nodes, give --train.colocate_all, or lower {numbers} or num_nodes and num_gpus_per_node of --actor, "
             "--ref, --critic or --reward."
         )
@@ -80,8 +80,8 @@ def check_gpus(args: Arguments, nodes: list[dict[str, Any]]) -> None:
     ]
     if size not in fitting and platform.chosen_platform() != "cpu":  # where nodes may share one host
         raise UsageError(
-            f"--vllm.num_engines {engines} with --vllm.tensor_parallel_size {size} would cross nodes, which have "
-            f"{there} GPUs; give a size that fits, and more engines: {', '.join(map(str, fitting))}."
+            f"--vllm.tensor_parallel_size {size} for --vllm.num_engines {engines} would cross nodes, which have "
+            f"{there} GPUs; give a size that fits, with as many more engines: {', '.join(map(str, fitting))}."
         )
 
 

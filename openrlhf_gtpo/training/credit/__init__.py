@@ -1,1 +1,1 @@
-"""Turns a rollout with entropies into advantages, metrics and the loss."""
+"""Advantages, metrics and the loss of a rollout with entropies."""

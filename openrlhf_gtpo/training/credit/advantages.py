@@ -1,6 +1,6 @@
-"""Advantages of a rollout batch: by an estimator of ``algorithms``, or by one of upstream's.
+"""Advantages of a rollout batch, by an estimator of ``algorithms`` or by an upstream one.
 
-With the other duties of upstream's ``compute_advantages_and_returns``: penalties, returns, ``info``, freeing ``kl``.
+Also the other duties of upstream's ``compute_advantages_and_returns``: penalties, returns, ``info``, freeing ``kl``.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,8 @@ def shape(
     args: Arguments,
     kl_coefficient: float,
 ) -> None:
-    """Give ``experiences``, the micro-batches of ``batch``, the advantages of ``credit``, and what is logged."""
+    """Set the advantages of ``experiences``, the micro-batches of ``batch``, by ``credit``, and their logged
+    values."""
     assert batch.values is not None, "the policy returned no entropies"
     penalty = _length_penalty(batch, experiences, args, batch.succeeded(credit))
     advantages = credit.advantages(batch.values.entropy, batch.mask, batch.outcome, batch.group_ids, penalty)
@@ -43,7 +44,7 @@ def shape(
     by_row = credit.estimator.level == "sequence"
     shaped = batch.scatter(advantages, experiences)
     for experience, values, std in zip(experiences, shaped, batch.split(deviation, experiences), strict=True):
-        # The KL in the reward: its sum from each token on, or over the whole response where a row has one advantage.
+        # The KL in the reward: its sum from each token on; over the whole response where a row has one advantage.
         kl_reward = -max(kl_coefficient, 0.0) * experience.kl.float() * experience.action_mask
         from_here = kl_reward.flip(-1).cumsum(-1).flip(-1)
         values = values + (from_here[:, :1].expand_as(from_here) if by_row else from_here)
@@ -56,13 +57,13 @@ def shape(
 
 
 def shape_as_upstream(upstream: RemoteExperienceMaker, batch: RolloutBatch, experiences: list[Experience]) -> None:
-    """Give ``experiences``, the micro-batches of ``batch``, the advantages of an estimator of upstream's: 0 where
-    nothing differs.
+    """Set the advantages of ``experiences``, the micro-batches of ``batch``, by an upstream estimator; equal rewards
+    get 0.
 
-    Upstream rounds the mean of equal float32 rewards, and divides the residue by a std of the same size (openrlhf
-    0.11.2, trainer/ppo_utils/experience_maker.py, compute_advantages_and_returns: eight rewards of 0.2 get -10, after
-    its clip). Estimators that compare rewards within a group therefore see 0 in place of equal rewards; other
-    groups keep upstream's numbers.
+    Upstream rounds the mean of equal float32 rewards and divides the residue by a std of the same size (openrlhf
+    0.11.2, trainer/ppo_utils/experience_maker.py, compute_advantages_and_returns: eight rewards of 0.2 get -10 after
+    its clip). Estimators that compare rewards within a group therefore get 0 instead of equal rewards. Other groups
+    keep upstream's numbers.
     """
     strategy = upstream.strategy
     args = strategy.args
@@ -83,8 +84,8 @@ def shape_as_upstream(upstream: RemoteExperienceMaker, batch: RolloutBatch, expe
         upstream.strategy = strategy
     for experience, reward in zip(experiences, rewards, strict=True):
         experience.rewards = reward
-        experience.info["reward"] = reward.clone()  # upstream has logged what it saw
-    if args.algo.advantage.estimator in _COMPARE_WITHIN_BATCH:  # equal advantages are still equal, less their mean
+        experience.info["reward"] = reward.clone()  # replaces the zeros
+    if args.algo.advantage.estimator in _COMPARE_WITHIN_BATCH:  # equal advantages minus their mean
         tokens = torch.cat([e.advantages[e.action_mask.bool()] for e in experiences])
         if (tokens == tokens[:1]).all():
             for experience in experiences:
@@ -94,11 +95,11 @@ def shape_as_upstream(upstream: RemoteExperienceMaker, batch: RolloutBatch, expe
 def _length_penalty(
     batch: RolloutBatch, experiences: Sequence[Experience], args: Arguments, won: Tensor
 ) -> Tensor | None:
-    """(B,) sum that length penalties add to the outcomes, in sampling order (§4.5.1); logged rewards include it.
-    float64: rows penalized down to the same reward must be equal again once it is added to their outcomes.
+    """Compute the length penalties (B,) to add to the outcomes, in sampling order (§4.5.1). Logged rewards include
+    them. float64, so that rows penalized down to the same reward are equal after the addition.
 
-    The overlong penalty counts action tokens, while upstream's counts the span from the first to the last one
-    (openrlhf 0.11.2, trainer/ppo_utils/samples_generator.py, _process_response_into_experience).
+    The overlong penalty counts action tokens. Upstream's counts the span from the first action to the last (openrlhf
+    0.11.2, trainer/ppo_utils/samples_generator.py, _process_response_into_experience).
     """
     reward, lengths = args.reward, batch.mask.sum(dim=-1)
     form, factor = reward.overlong_form, reward.overlong_penalty_factor
@@ -112,7 +113,7 @@ def _length_penalty(
         try:
             rewards += length_rescaling(lengths, batch.outcome, batch.group_ids, alpha=factor)
         except ValueError as error:
-            raise TrainingStopped(f"--reward.overlong_form {form}: {error} No weights were changed by it.") from error
+            raise TrainingStopped(f"--reward.overlong_form {form}: {error} No weight has changed.") from error
     elif reward.overlong_buffer_len is not None:
         hard = args.rollout.max_new_tokens or args.data.max_len
         soft = hard - reward.overlong_buffer_len
@@ -128,6 +129,6 @@ def _length_penalty(
 
 
 def _equal_in_group(rewards: Tensor, batch: RolloutBatch) -> Tensor:
-    """(B,) bool, True where all ``rewards`` (B,) of a row's group, in sampling order, are the same number."""
+    """Return (B,) bool, True in groups whose ``rewards`` (B,), in sampling order, are all equal."""
     groups = rewards.view(int(batch.group_ids.max()) + 1, -1)
     return (groups == groups[:, :1]).all(dim=-1).repeat_interleave(groups.shape[1])

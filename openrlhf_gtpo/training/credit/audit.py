@@ -1,7 +1,7 @@
-"""Measures, every few batches, how a rougher source of the old policy's values affects the credit of a run.
+"""Audits: every few batches, how an approximate source of the old policy's values changes a run's credit.
 
-If a gate is set and the difference exceeds it, that batch and those after it use the exact values until a later audit
-finds a difference within the gate.
+If the difference exceeds the gate, this batch and the following ones use exact values until a later audit finds a
+difference within the gate.
 """
 
 import dataclasses
@@ -20,28 +20,28 @@ _AUDIT = "audit"  # in a checkpoint
 
 
 class Source(NamedTuple):
-    """What is audited, and how messages and metrics name it."""
+    """The audited source, with its words in messages and its names in metrics."""
 
-    gated: str  # the field of ErrorBudget that the gate is on
-    found: str  # the gated value in words, to begin a sentence
+    gated: str  # the field of ErrorBudget that the gate bounds
+    found: str  # the gated value in words, as the beginning of a sentence
     gate: str  # the flag that sets the gate
-    closes: str  # what happens when the gate closes, to end a sentence
+    closes: str  # what happens when the gate closes, as the end of a sentence
     opens: str  # likewise, when it opens
-    metrics: Mapping[str, str]  # fields of ErrorBudget, each with the name of its metric
-    in_use: str  # metric that is 1 while the rough values are in use, else 0
+    metrics: Mapping[str, str]  # names of metrics by field of ErrorBudget
+    in_use: str  # metric that is 1 while the approximate values are in use, else 0
 
 
 class Audit:
     """The audits of one source in one run.
 
     Args:
-        source: what is audited.
-        every: audit the first batch and then every N-th; 0 never.
-        gate: the largest difference at which the source is used; None for no gate.
+        source: the audited source.
+        every: audit the first batch and then every N-th; 0 never audits.
+        gate: maximum difference at which the source is used; None for no gate.
 
     Attributes:
         batches: number of batches in the run so far.
-        closed: whether the gate has replaced the rough values with the exact ones.
+        closed: whether exact values replace the approximate ones now.
     """
 
     def __init__(self, source: Source, every: int, gate: float | None) -> None:
@@ -50,7 +50,7 @@ class Audit:
         self.closed = False
 
     def due(self) -> bool:
-        """True if the next batch is to be audited."""
+        """Count the next batch; True if it is to be audited."""
         if not self._every:
             self.closed = False  # may be True from the checkpoint of a run with audits
             return False
@@ -58,14 +58,14 @@ class Audit:
         return (self.batches - 1) % self._every == 0
 
     def due_in(self, batches: int) -> bool:
-        """True if the batch after so many others is to be audited."""
+        """True if the batch after so many ``batches`` is to be audited."""
         return bool(self._every) and (self.batches + batches) % self._every == 0
 
     def compare(
         self, batch: RolloutBatch, exact: TokenValues, mask: Tensor, credit: EntropyCredit
     ) -> dict[str, float]:
-        """Metrics of an audited batch against ``exact`` values, (B, T) in sampling order, at the tokens of ``mask``.
-        Sets :attr:`closed`."""
+        """Compare an audited batch with ``exact`` values, (B, T) in sampling order, at the tokens of ``mask``; set
+        :attr:`closed` and return metrics."""
         assert batch.values is not None
         source = self._source
         budget = credit.error_budget(exact, batch.values, mask, batch.outcome, batch.group_ids)
@@ -87,7 +87,7 @@ class Audit:
 
 
 class AuditedFeature(ControllerFeature):
-    """A feature in the controller that brings a rougher source of values, and audits it.
+    """A feature in the controller with an approximate source of values, and its audits.
 
     Args:
         source, every, gate: as for :class:`Audit`; without entropy credit there is nothing to audit.
@@ -97,7 +97,7 @@ class AuditedFeature(ControllerFeature):
         super().__init__(args)
         self.credit = entropy_credit(args)
         self.audit = Audit(source, 0 if self.credit is None else every, gate)
-        self._exact: list[TokenValues] | None = None  # of the micro-batches of a batch that is audited
+        self._exact: list[TokenValues] | None = None  # of an audited batch, by micro-batch
         self._metrics: dict[str, float] = {}
 
     def on_step(self, step: int, metrics: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The estimator that a run uses: its configuration from the arguments, and the advantages it gives a batch."""
+"""A run's entropy-weighted estimator: its configuration from the arguments, and its advantages for a batch."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.token_values import TokenValues
 from openrlhf_gtpo.training.arguments import Arguments
 
-# Upstream's estimators that learn only from differences between the rewards of a group.
+# Upstream's estimators that learn only from differences within a group.
 COMPARE_WITHIN_GROUPS = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
 
 
@@ -39,11 +39,11 @@ class EntropyCredit:
         group_ids: Tensor,
         length_penalty: Tensor | None,
     ) -> Tensor:
-        """(B, T) advantages for a whole rollout batch; see ``gtpo_advantages`` and ``grpo_s_advantages``."""
+        """Compute (B, T) advantages of a whole rollout batch; see ``gtpo_advantages`` and ``grpo_s_advantages``."""
         return self.estimator.advantages(entropy, mask, outcome, group_ids, self.config, length_penalty)
 
     def shares(self, entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor) -> Tensor:
-        """(N,) shares, of all action tokens or, for GRPO-S, of all responses; other estimators say what theirs are."""
+        """Compute (N,) entropy shares of all action tokens or, for GRPO-S, of all responses; see the estimator."""
         return self.estimator.shares(entropy, mask, outcome, group_ids, self.config)
 
     def error_budget(
@@ -54,7 +54,7 @@ class EntropyCredit:
         outcome: Tensor,
         group_ids: Tensor,
     ) -> ErrorBudget:
-        """The errors that ``rough`` causes in this credit for a batch; see ``algorithms.error_budget``."""
+        """Measure the errors in this credit with ``rough`` values for a batch; see ``algorithms.error_budget``."""
         return error_budget(
             exact,
             rough,
@@ -65,7 +65,7 @@ class EntropyCredit:
 
 
 def entropy_credit(args: Arguments) -> EntropyCredit | None:
-    """The entropy-weighted estimator that ``args`` selects, or None if upstream's own estimators do the work.
+    """Return the entropy-weighted estimator that ``args`` select; None for an upstream estimator.
 
     Raises:
         UsageError: a setting breaks the paper's rules; the message names the flag.

@@ -1,6 +1,6 @@
-"""From a rollout's rows to what the actors train on: micro-batches, the models' forward passes, advantages.
+"""From a rollout's rows to training data: micro-batches, the models' forward passes, advantages.
 
-This is where rows become upstream's ``Experience``, which its critic, its estimators and its replay buffers take.
+Here rows become upstream's ``Experience``, which its critic, its estimators and its replay buffers take.
 """
 
 import time
@@ -72,10 +72,10 @@ class ExperienceMaker:
 
     @torch.no_grad()
     def make(self, rows: Sequence[Row], own: bool = True) -> list[Experience]:
-        """The experiences of ``rows``, each group's side by side.
+        """Turn ``rows``, each group's next to each other, into experiences with advantages.
 
         Args:
-            own: whether these are the step's own rows, with whose metrics it is logged, and not others that join it.
+            own: True for the step's own rows, which its metrics cover; False for other rows that join it.
 
         Raises:
             TrainingStopped: a reward, log-prob or entropy is not finite, or too many tokens have no value.
@@ -109,11 +109,11 @@ class ExperienceMaker:
         return batches
 
     def split(self, rows: Sequence[Row]) -> list[Experience]:
-        """Micro-batches for the forward passes, the same number for every replica of the policy: under ZeRO-3 and
-        expert parallelism, one with fewer would leave the others waiting. Fewer rows than replicas go one by one (see
-        ``dispatch``), and a micro-batch of one row may get a second if the rows are not a multiple of the replicas.
-        Where prompts are shared, as many tokens are computed at once as in ``--rollout.micro_batch_size`` rows, padded
-        to the longest."""
+        """Split rows into micro-batches for the forward passes, as many for each replica of the policy: under ZeRO-3
+        and expert parallelism, a replica with fewer would block the others. Fewer rows than replicas go one by one
+        (see ``dispatch``). A micro-batch of one row may get a second if the rows are not a multiple of the replicas.
+        With shared prompts, a micro-batch has as many tokens as ``--rollout.micro_batch_size`` rows, padded to the
+        longest."""
         samples = [row.experience(self.args.data.max_len) for row in rows]
         for number, sample in enumerate(samples):
             sample.index = [number]
@@ -125,31 +125,31 @@ class ExperienceMaker:
             most = self.args.rollout.micro_batch_size * max(lengths)
             if self.args.train.dynamic_batch_enable:
                 most = self.args.rollout.max_tokens_per_gpu or self.args.train.max_tokens_per_gpu
-            runs = cut_evenly(lengths, prompts, most, replicas)
-            return [self._concatenated(samples[run.start : run.stop]) for run in runs]
+            parts = cut_evenly(lengths, prompts, most, replicas)
+            return [self._concatenated(samples[part.start : part.stop]) for part in parts]
         if self.args.train.dynamic_batch_enable and len(rows) >= replicas:
             return self._upstream.split_rollout_samples(samples)  # already deals evenly
         needed = -(-len(rows) // self.args.rollout.micro_batch_size)
         per_replica = min(-(-needed // replicas), max(1, len(rows) // replicas))
-        parts = np.array_split(np.arange(len(rows)), min(len(rows), per_replica * replicas))
-        return [self._concatenated([samples[row] for row in part]) for part in parts]
+        indices = np.array_split(np.arange(len(rows)), min(len(rows), per_replica * replicas))
+        return [self._concatenated([samples[row] for row in part]) for part in indices]
 
     def _concatenated(self, samples: list[Experience]) -> Experience:
         return Experience.concat_experiences(samples, self._pad_token_id)
 
     @property
     def _duplicates(self) -> int:
-        """Ranks that answer a forward pass with the same results."""
+        """The number of ranks that return the same results of a forward pass."""
         return self.args.ds.ring_attn_size * self.args.ds.tensor_parallel_size
 
     def _run_models(self, batches: list[Experience], rows: Sequence[Row], own: bool) -> list[TokenValues] | None:
-        """Fill in what the models say of ``batches``; returns the old policy's values, (b, t) of each, or None if the
-        run does not capture entropies.
+        """Run the models over ``batches`` and fill in their results; returns the old policy's values, (b, t) for each,
+        or None if the run does not capture entropies.
 
-        As in upstream's ``make_experience`` (openrlhf 0.11.2, trainer/ppo_utils/experience_maker.py); groups that do
-        not share GPUs work at the same time.
+        As in upstream's ``make_experience`` (openrlhf 0.11.2, trainer/ppo_utils/experience_maker.py). Groups on
+        different GPUs work at the same time.
         """
-        # What each forward pass takes.
+        # The inputs of each forward pass.
         args, models = self.args, self.models
         columns = {
             name: [getattr(b, name) for b in batches] for name in ("sequences", "action_mask", "attention_mask")
@@ -157,7 +157,7 @@ class ExperienceMaker:
         with_images = dict(columns)
         if any(batch.mm_train_inputs for batch in batches):
             with_images["mm_train_inputs_list"] = [batch.mm_train_inputs for batch in batches]
-        # Send to the reward model, the critic and the reference; those on the same GPUs wait for each other.
+        # Send to the reward model, the critic and the reference; models on the same GPUs wait for each other.
         rewards = reference = critic = None
         if batches[0].rewards is None:
             assert models.reward is not None, "no reward came with the responses, and there is no reward model"
@@ -175,14 +175,14 @@ class ExperienceMaker:
             critic = self._send(models.critic, args.train.colocate_all or args.train.colocate_critic_reward, **columns)
 
         if args.train.colocate_all or not args.train.colocate_critic_reward:
-            ask_critic()  # otherwise it waits for the reward model, and the policy works meanwhile
+            ask_critic()  # otherwise it waits for the reward model while the policy works
         shared = args.train.colocate_all or args.train.colocate_actor_ref
-        if models.reference is not None:  # on Megatron there are no images, and it routes tokens itself
+        if models.reference is not None:  # on Megatron it takes no images, and routes tokens itself
             inputs = columns if args.actor.backend == "megatron" else with_images
             reference = self._send(models.reference, shared, **inputs)
 
-        # The old policy's values: the actors', unless a feature has others.
-        own_values: list[Any] = []  # the actors', if they are asked for them
+        # The old policy's values: from the actors, unless a feature has others.
+        own_values: list[Any] = []  # the actors' values, if they compute them
 
         def ask_actors(part: Sequence[Experience]) -> list[Any]:
             forward_columns = with_images
@@ -201,7 +201,7 @@ class ExperienceMaker:
             for feature in self._features:
                 policy = partial(feature.policy_values, rows=rows, own=own, split=self.split, forward=policy)
             values = policy(batches)
-            # Optimizer steps and the KL compare with the actors' log-probs, whatever a feature puts in their place.
+            # Optimizer steps and the KL compare with the actors' log-probs, even if a feature replaces them.
             log_probs = [value.log_probs for value in own_values or values]
         else:
             values = log_probs = ask_actors(batches)
@@ -229,7 +229,7 @@ class ExperienceMaker:
         return values if captures_entropy(args) else None
 
     def _send(self, group: Any, shared: bool, **columns: Any) -> Any:
-        """Dispatch a forward pass; on GPUs that are ``shared``, wait for it and free what it cached."""
+        """Dispatch a forward pass; on ``shared`` GPUs, wait for it and free its cache."""
         refs = group.async_run_method_batch(method_name="forward", **columns)
         if shared:
             ray.get(refs)
@@ -237,13 +237,13 @@ class ExperienceMaker:
         return refs
 
     def _results(self, refs: Any) -> list[Any]:
-        """The results of a forward pass, one for each micro-batch."""
+        """Collect a forward pass's results, one for each micro-batch."""
         return list(chain.from_iterable(ray.get(refs)[:: self._duplicates]))
 
 
 def share_routes(rows: Sequence[Row]) -> None:
-    """Have a prompt's tokens go, in each of its rows, where the first row's went: engines compute a prompt for each
-    response, and rounding may send a token elsewhere, with which nothing behind it could be shared."""
+    """Copy the first row's routes of a prompt to its other rows. Engines compute a prompt for each response, and
+    rounding may send a token elsewhere; nothing after such a token could be shared."""
     first: dict[Prompt, Row] = {}
     for row in rows:
         if row.routes is None:

@@ -1,4 +1,4 @@
-"""What is known of an experience's rows beside upstream's fields: per-row tensors in ``info``."""
+"""Per-row tensors in an experience's ``info``, beside upstream's fields."""
 
 from typing import TYPE_CHECKING
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 def off_policy_rows(experience: "Experience") -> Tensor | None:
-    """(B,) bool, True for rows whose ratio is to the engine that sampled them, and not to the old policy; None in a
-    run that has no such rows."""
+    """Return (B,) bool, True for rows whose ratio is to the engine that sampled them instead of the old policy; None
+    in a run without such rows."""
     name = names.OFF_POLICY_ROWS
     return info_rows(experience, name).bool() if name in experience.info else None
 
 
 def info_rows(experience: "Experience", name: str) -> Tensor:
-    """(B,) values of ``info``, tensors that upstream turns into lists on the way to the replay buffer."""
+    """Return (B,) values of ``info``, which upstream turns into lists on the way to the replay buffer."""
     values = experience.info[name]
     return values if isinstance(values, Tensor) else torch.stack(values)

@@ -34,16 +34,16 @@ _UPSTREAM_SETTINGS = {"clip_low": "clip_eps_low", "clip_high": "clip_eps_high", 
 
 
 class StepTotals(NamedTuple):
-    """What the sums of a micro-batch are divided by, and multiplied with; OpenRLHF's names for them."""
+    """Divisors and the factor of a micro-batch's sums, under OpenRLHF's names."""
 
     batch_num_tokens: Tensor  # (), action tokens of the whole optimizer step, over all replicas
-    global_batch_size: Tensor  # (), rows of it that have any
+    global_batch_size: Tensor  # (), its rows with any
     dp_size: int = 1  # number of replicas, if their gradients are averaged rather than summed
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """All that the loss of a micro-batch may read; B rows, T action columns."""
+    """The inputs of a micro-batch's loss; B rows, T action columns."""
 
     log_probs: Tensor  # (B, T), of the policy in training; differentiable
     old_log_probs: Tensor | None  # (B, T), of the policy that the ratio is to; None: ``log_probs``, detached
@@ -56,33 +56,33 @@ class LossInputs:
     router_loss: Tensor | None = None  # (), this micro-batch's part of the auxiliary loss of a mixture of experts
     off_policy: Tensor | None = None  # (B,) bool, rows whose ratio is to the engine that sampled them
     correct: Tensor | None = None  # (B,) 1 where the response succeeded
-    accuracy: Tensor | None = None  # (B,) share of its group that did
-    labels: Sequence[Any] = ()  # B of them, as the replay buffer has them
-    metrics: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)  # of features, over the loss's own
+    accuracy: Tensor | None = None  # (B,) fraction of its group that succeeded
+    labels: Sequence[Any] = ()  # B labels from the replay buffer
+    metrics: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)  # of features; they win over the loss's
 
 
 @dataclass(frozen=True)
 class LossOutputs:
-    """The loss of a micro-batch, and what is known of it."""
+    """The loss of a micro-batch, with its metrics."""
 
-    loss: Tensor  # (), this micro-batch's part of the optimizer step's
+    loss: Tensor  # (), this micro-batch's part of the optimizer step's loss
     metrics: Mapping[str, Tensor]  # by OpenRLHF's names: means over tokens, parts of the step's loss, or (B,)
     ratio: Tensor  # (B, T) float32 importance ratio of each token before clipping, detached; 1 outside the mask
-    clipped: Tensor  # (B, T) bool, where the clip decided; at sequence level for whole rows
+    clipped: Tensor  # (B, T) bool, where the clip is active; at sequence level for whole rows
 
 
 class LossFeature:
-    """What a feature does in a rank that trains, at the loss of a micro-batch; called from the list of the trainer."""
+    """A feature's part in a rank that trains, called at each micro-batch's loss."""
 
     def begin(self, model: Any) -> None:
-        """The rank has loaded its ``model``, ``megatron.model.policy.LoadedModel``; not called on DeepSpeed."""
+        """Called once the rank has loaded ``model``, a ``megatron.model.policy.LoadedModel``; not on DeepSpeed."""
 
     def loss_inputs(self, inputs: LossInputs) -> LossInputs:
-        """Return the inputs for the loss; old log-probs are there."""
+        """Return inputs for the loss; they include old log-probs."""
         return inputs
 
     def loss_outputs(self, inputs: LossInputs, outputs: LossOutputs) -> None:
-        """Look at what the loss has read and returned."""
+        """Called with the loss's inputs and outputs."""
 
 
 def micro_batch_loss(
@@ -92,7 +92,7 @@ def micro_batch_loss(
     args: Arguments,
     kl_coef: float,
 ) -> LossOutputs:
-    """Policy loss + KL loss + router's loss - entropy bonus.
+    """Compute policy loss + KL loss + router's loss - entropy bonus.
 
     Args:
         policy_loss: see :func:`make_policy_loss`.
@@ -104,8 +104,8 @@ def micro_batch_loss(
     """
     log_probs, mask, totals = inputs.log_probs, inputs.mask, inputs.totals
 
-    # No forward may have computed old log-probs (see ``old_policy``). If one in training is not finite, the optimizer
-    # step is skipped, and the rollout is not blamed.
+    # Without old log-probs from a forward (see ``old_policy``), take those in training. If one of these is not finite,
+    # the optimizer step is skipped, and the rollout is not at fault.
     old_log_probs = inputs.old_log_probs
     if old_log_probs is None:
         old_log_probs = log_probs.detach().nan_to_num(0.0, 0.0, 0.0)
@@ -154,16 +154,16 @@ def micro_batch_loss(
 
 
 def poisoned(loss: Tensor) -> Tensor:
-    """``loss``; if it is not finite, which a clamp may hide, its whole gradient is NaN, so the step is skipped."""
+    """Return ``loss``, with a NaN gradient if it is not finite, which a clamp may hide: the step is then skipped."""
     return loss * torch.where(loss.isfinite(), 1.0, torch.nan).to(loss.dtype)
 
 
 def make_policy_loss(args: Arguments) -> "CreditLoss | UpstreamLoss":
-    """The policy loss of this run's estimator and surrogate.
+    """Make the policy loss of this run's estimator and surrogate.
 
     Raises:
         UsageError: the surrogate refuses its settings; the message names the flags.
-        AssertionError, ValueError: PPO's clip, its dual clip or the train-rollout correction refuses them.
+        AssertionError, ValueError: PPO's clip, its dual clip or the train-rollout correction refuses its settings.
     """
     credit, name = entropy_credit(args), args.actor.policy_loss_type
     options = {option: v for option, v in vars(args.algo.advantage).items() if option.startswith("is_correction_")}
@@ -182,7 +182,7 @@ def make_policy_loss(args: Arguments) -> "CreditLoss | UpstreamLoss":
         return CreditLoss(level, surrogate=partial(kind.loss, config=config), reads=kind.reads, **options)
     if credit is None:
         return UpstreamLoss(token_level_loss=level == "token", policy_loss_type=name, **options)
-    ClipConfig(options["clip_eps_low"], options["clip_eps_high"])  # what policy_surrogate refuses, after a rollout
+    ClipConfig(options["clip_eps_low"], options["clip_eps_high"])  # refused now, not after a rollout
     return CreditLoss(credit.estimator.level, getattr(credit.config, "ratio_mean", "arithmetic"), **options)
 
 
@@ -192,10 +192,10 @@ class CreditLoss:
     Args:
         level: ``token`` or ``sequence``; for another surrogate, whether its mean is over all tokens, or over the
             means of the responses.
-        ratio_mean: the mean that makes a response's ratio from those of its tokens, at sequence level.
+        ratio_mean: the mean of its tokens' ratios that makes a response's ratio, at sequence level.
         surrogate: a function of log_probs, old_log_probs, advantages and mask, (B, T) each; None for PPO's clip.
-        reads: names of inputs that it takes besides, by keyword (see ``SurrogateType``).
-        options: OpenRLHF's ``clip_eps_low``, ``clip_eps_high``, ``dual_clip`` and ``is_correction_*``, checked there.
+        reads: names of its further inputs, given by keyword (see ``SurrogateType``).
+        options: OpenRLHF's ``clip_eps_low``, ``clip_eps_high``, ``dual_clip`` and ``is_correction_*``; it checks them.
     """
 
     def __init__(
@@ -210,12 +210,12 @@ class CreditLoss:
         self.level, self.ratio_mean, self.surrogate, self.reads = level, ratio_mean, surrogate, reads
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """This micro-batch's part of the loss of an optimizer step; NaN if a log-prob is not finite.
+        """Compute this micro-batch's part of an optimizer step's loss; NaN if a log-prob is not finite.
 
         Returns:
-            ``ppo_clip_ratio`` and, with a correction, ``is_filter_ratio`` are means over tokens, or (B,) where it is
-            decided per row that the clip or the correction applies; ``ppo_kl`` is the mean over tokens of
-            -(log_probs - old_log_probs), and ``vllm_kl`` that of the rollout's log-prob minus the old one.
+            outputs with these metrics. ``ppo_clip_ratio`` and, with a correction, ``is_filter_ratio``: means over
+            tokens, or (B,) where clip or correction apply to whole rows. ``ppo_kl``: mean over tokens of
+            old_log_probs - log_probs. ``vllm_kl``: mean over tokens of rollout_log_probs - old_log_probs.
 
         Raises:
             TrainingStopped: an old log-prob or advantage is not finite; raised before the backward pass.
@@ -235,22 +235,20 @@ class CreditLoss:
             dual_clip=options.dual_clip,
         )
         context = {name: getattr(inputs, name) for name in self.reads}
-        if "entropy" in context:  # NaN where a log-prob is
+        if "entropy" in context:  # NaN where a log-prob is NaN
             context["entropy"] = context["entropy"].detach().nan_to_num(0.0)
         try:
             surrogate = unreduced(
                 log_probs.where(finite, old_log_probs), old_log_probs, inputs.advantages, mask, **context
             )
         except ValueError as error:
-            raise TrainingStopped(
-                f"The policy loss of a micro-batch: {error} No weights were changed by it."
-            ) from error
+            raise TrainingStopped(f"The policy loss of a micro-batch: {error} No weight has changed.") from error
         loss = surrogate.loss.where(finite.all(), math.nan)
         clipped = surrogate.clipped.float()
         metrics = {"ppo_clip_ratio": clipped if clipped.dim() == 1 else _token_mean(clipped, mask)}
         metrics["ppo_kl"] = _token_mean(surrogate.approx_kl, mask)
 
-        # The correction of the rollout's log-probs weighs each term.
+        # The train-rollout correction weighs each term.
         if options.is_correction_level != "off":
             assert inputs.rollout_log_probs is not None, "the rollout returned no log-probs to correct with"
             weight, filtered = rollout_correction(options, old_log_probs, inputs.rollout_log_probs, mask)
@@ -267,8 +265,8 @@ class CreditLoss:
         return LossOutputs(loss, {"policy_loss": loss, **metrics}, ratio, _token_flags(surrogate.clipped, mask))
 
     def _response_weights(self, weight: Tensor, mask: Tensor) -> Tensor:
-        """The correction of each response, (B,), from those of its tokens, by the same mean as its ratio.
-        A geometric mean, which GMPO (the only other surrogate per response) has too, is over the tokens kept."""
+        """Average the tokens' corrections into one per response, (B,), by the same mean as its ratio. The geometric
+        mean, which GMPO (the only other surrogate per response) uses too, covers the tokens that are kept."""
         if self.ratio_mean == "arithmetic" and self.surrogate is None:
             return _token_mean(weight, mask, dim=-1)
         kept = mask & (weight > 0)
@@ -276,13 +274,13 @@ class CreditLoss:
 
 
 class UpstreamLoss:
-    """OpenRLHF's own ``PolicyLoss``, of the same ``options``, for its estimators: their numbers are OpenRLHF's."""
+    """OpenRLHF's own ``PolicyLoss`` with the same ``options``, for its own estimators."""
 
     def __init__(self, **options: Any) -> None:
         self.options = PolicyLoss(**options)
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """Like :class:`CreditLoss`'s."""
+        """Compute the loss; outputs as for :class:`CreditLoss`."""
         log_probs, old_log_probs, mask, options = inputs.log_probs, inputs.old_log_probs, inputs.mask, self.options
         assert old_log_probs is not None
         loss, clip_ratio, ppo_kl, vllm_kl, filtered = options(
@@ -297,7 +295,7 @@ class UpstreamLoss:
         if vllm_kl is not None:
             metrics |= {"vllm_kl": vllm_kl, "is_filter_ratio": filtered}
 
-        # It tells how much was clipped, and not where.
+        # It returns how much was clipped, but not where: find that again.
         ratio = decides = _token_ratios(log_probs, old_log_probs, mask)
         if options.policy_loss_type == "gspo":
             behavior = old_log_probs
@@ -315,12 +313,12 @@ class UpstreamLoss:
 def rollout_correction(
     options: PolicyLoss, old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Upstream's weights (B, T) of the trainer's policy against the engine's, and what they filter: a token mean,
-    or (B,) where whole responses are kept or dropped. Upstream computes them only inside its own forward
+    """Compute upstream's weights (B, T) of the trainer's policy against the engine's, and the fraction they filter: a
+    token mean, or (B,) where whole responses are kept or dropped. Upstream computes them only inside its own forward
     (openrlhf 0.11.2, models/loss.py, PolicyLoss.forward); can go once it has a function for them.
 
-    Where the gate looks at something else than a token's ratio, it would let one token of a long response have any
-    weight; here each is ``_UNGATED_CAP`` at most."""
+    A gate on anything but a token's ratio would let a token of a long response have any weight; here the maximum is
+    ``_UNGATED_CAP``."""
     low, high = options.is_correction_threshold
     log_ratio = (old_log_probs - rollout_log_probs).where(mask, 0)
     if options.is_correction_gating == "ratio":
@@ -328,7 +326,7 @@ def rollout_correction(
     else:  # a divergence of the sampled token's probability, which upstream keeps away from 0 and 1
         p, q = (values.exp().clamp(1e-6, 1 - 1e-6) for values in (rollout_log_probs, old_log_probs))
         both = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
-        # Rounding may make it negative where p and q are closest, and upstream's own loss then drops the token
+        # Rounding may make it negative where p and q are close, and upstream's own loss then drops the token
         # (https://github.com/OpenRLHF/OpenRLHF/pull/1354).
         statistic = both.clamp_min(0) if options.is_correction_gating == "binary_kl" else (p - q).abs()
     if options.is_correction_level == "seq":
@@ -346,7 +344,7 @@ def rollout_correction(
 
 
 def _token_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean of (B, T) values over all action tokens, or over those of each row with ``dim`` -1; 0 if there are none."""
+    """Average (B, T) values over all action tokens, or over each row's with ``dim`` -1; 0 without any."""
     return values.where(mask, 0).sum(dim=dim) / mask.sum(dim=dim).clamp_min(1)
 
 

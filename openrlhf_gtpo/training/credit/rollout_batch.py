@@ -1,4 +1,4 @@
-"""A whole rollout batch in sampling order, gathered from upstream's permuted micro-batches and scattered back."""
+"""A rollout batch in sampling order, gathered from upstream's permuted micro-batches and scattered back."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,18 +18,18 @@ from openrlhf_gtpo.training.rows import Row
 
 @dataclass
 class RolloutBatch:
-    """Rows in sampling order, so that the G responses to one prompt are adjacent. B rows, T columns."""
+    """A rollout's rows in sampling order: the G responses to a prompt are adjacent. B rows, T columns."""
 
-    order: Tensor  # (B,) the sampling-order row of each row in the concatenated micro-batches (Experience.index)
+    order: Tensor  # (B,) place in sampling order of each row of the concatenated micro-batches (Experience.index)
     mask: Tensor  # (B, T) bool, True at action tokens
-    outcome: Tensor  # (B,) rewards before any length penalty, in their original precision, in which they are compared
+    outcome: Tensor  # (B,) rewards before any length penalty, in their original precision, for comparisons
     group_ids: Tensor  # (B,) int, one per prompt
-    values: TokenValues | None  # (B, T) of the old policy; None if the run does not capture entropies
+    values: TokenValues | None  # (B, T), the old policy's; None if the run does not capture entropies
     kl: Tensor  # (B, T)
     reference_log_probs: Tensor | None  # (B, T); None if KL is not a loss
     prompts: list[str]  # B texts, for messages
     off_policy: Tensor  # (B,) bool, rows of another sampler (see ``Row``)
-    versions: Tensor | None = None  # (B, T) int, of the weights that drew an action, or -1; None if no engine says it
+    versions: Tensor | None = None  # (B, T) int, version of an action's weights, or -1; None if not reported
     texts: list[dict[str, str]] = field(default_factory=list)  # B, texts of rewards or agents, by name
     labels: list[Any] = field(default_factory=list)  # B
 
@@ -41,7 +41,7 @@ class RolloutBatch:
         rollout: Sequence[Row],
         samples_per_prompt: int,
     ) -> "RolloutBatch":
-        """Collect what shaping needs.
+        """Gather the batch from its micro-batches and rows.
 
         Args:
             experiences: micro-batches.
@@ -51,7 +51,7 @@ class RolloutBatch:
         firsts = [row for row in rollout[::samples_per_prompt] for _ in range(samples_per_prompt)]
         assert [row.number for row in rollout] == [
             row.number for row in firsts
-        ], "a group has rows of several prompts, as of a checkpoint with another --rollout.n_samples_per_prompt"
+        ], "a group mixes prompts, such as after a checkpoint with another --rollout.n_samples_per_prompt"
         order = torch.tensor([row for experience in experiences for row in experience.index])
         width = max(experience.action_mask.shape[1] for experience in experiences)
 
@@ -75,21 +75,21 @@ class RolloutBatch:
         )
 
     def in_rows(self, values: Sequence[TokenValues]) -> TokenValues:
-        """The (b, t) values of each micro-batch as (B, T) in sampling order, 0 where a micro-batch is narrower."""
+        """Arrange each micro-batch's (b, t) values as (B, T) in sampling order, 0 where a micro-batch is narrower."""
         width = self.mask.shape[1]
         return TokenValues(*(_in_rows(tensors, self.order, width) for tensors in zip(*values, strict=True)))
 
     def scatter(self, values: Tensor, experiences: Sequence[Experience]) -> list[Tensor]:
-        """(B, T) values in sampling order, cut into the micro-batches' own shapes."""
+        """Cut (B, T) values in sampling order into the micro-batches' own shapes."""
         pieces = self.split(values, experiences)
         return [p[:, : e.action_mask.shape[1]].contiguous() for p, e in zip(pieces, experiences, strict=True)]
 
     def split(self, values: Tensor, experiences: Sequence[Experience]) -> tuple[Tensor, ...]:
-        """(B, ...) values in sampling order, cut into the rows of the micro-batches."""
+        """Cut (B, ...) values in sampling order into the rows of the micro-batches."""
         return values[self.order].split([len(e.index) for e in experiences])
 
     def check_finite(self) -> None:
-        """Raise TrainingStopped, naming the first bad row and its prompt, if the step must not be trained on."""
+        """Raise TrainingStopped, with the first bad row and its prompt, if a value is not finite."""
         assert self.values is not None
         bad_rows = {"reward": ~torch.isfinite(self.outcome)}
         for name, tokens in (
@@ -105,16 +105,17 @@ class RolloutBatch:
                 row = int(bad.nonzero()[0])
                 raise TrainingStopped(
                     f"Row {row} of the rollout batch ({int(bad.sum())} of {len(bad)} rows are affected) has a {name} "
-                    "that is not finite; the step was stopped before any weight changed. Its prompt: "
+                    "that is not finite; training stopped before any weight changed. Its prompt: "
                     f"{self.prompts[row]!r}"
                 )
 
     def succeeded(self, credit: EntropyCredit | None) -> Tensor:
-        """(B,) bool, by the estimator's ``success_threshold``."""
+        """Return (B,) bool, True for successes by the estimator's ``success_threshold``."""
         return success(self.outcome, 1.0 if credit is None else credit.config.success_threshold)
 
     def note_outcomes(self, experiences: Sequence[Experience], loss_type: str, credit: EntropyCredit | None) -> None:
-        """Put into ``info`` whether each row is correct, and how much of its group is, if the surrogate reads it."""
+        """Put into ``info`` whether each row is correct, and which fraction of its group, if the surrogate reads
+        it."""
         kind = SURROGATES.get(loss_type)
         if kind is None or "correct" not in kind.reads:
             return
@@ -126,10 +127,8 @@ class RolloutBatch:
                 experience.info[name] = part
 
     def metrics(self, experiences: Sequence[Experience], credit: EntropyCredit | None) -> dict[str, float]:
-        """The metrics that people look at first in a run, for this batch and the ``experiences`` made from it.
-
-        A mean over no tokens is left out.
-        """
+        """Compute a run's main metrics for this batch and its ``experiences``. Leaves out means over no tokens."""
+        # Rewards and groups.
         succeeded = self.succeeded(credit)
         num_groups = int(self.group_ids.max()) + 1
         by_group, succeeded_by_group = self.outcome.float().view(num_groups, -1), succeeded.view(num_groups, -1)
@@ -142,6 +141,7 @@ class RolloutBatch:
             names.GROUPS_TOTAL: float(num_groups),
             names.RESPONSE_LENGTH_MEAN: self.mask.sum(dim=-1).float().mean().item(),
         }
+        # Advantages, entropies and their shares.
         advantages = torch.cat([e.advantages[e.action_mask.bool()] for e in experiences])
         if advantages.numel():
             metrics |= {names.ADVANTAGE_MEAN: advantages.mean().item(), names.ADVANTAGE_MAX: advantages.max().item()}
@@ -176,7 +176,7 @@ def _in_rows(values: Sequence[Tensor], order: Tensor, width: int) -> Tensor:
 
 
 def in_sampling_order(values: Tensor, order: Tensor) -> Tensor:
-    """(B, ...) rows of the concatenated micro-batches, each moved to its sampling-order row ``order`` (B,)."""
+    """Move each of the concatenated micro-batches' (B, ...) rows to its place ``order`` (B,) in sampling order."""
     result = torch.empty_like(values)
     result[order] = values
     return result

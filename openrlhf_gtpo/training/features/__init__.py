@@ -1,4 +1,4 @@
-"""What a run may do besides training, a folder each; see ``feature.py``. Importing this imports nothing heavy."""
+"""Optional features of a run, one folder each; see ``feature.py``. Importing this imports nothing heavy."""
 
 from openrlhf_gtpo.training.feature import Feature
 from openrlhf_gtpo.training.features.dumps import Dumps, Replay
@@ -9,8 +9,8 @@ from openrlhf_gtpo.training.features.routing_replay import RoutingReplay
 from openrlhf_gtpo.training.features.sampler_entropy import SamplerEntropy
 from openrlhf_gtpo.training.features.spikes import SpikeWatch
 
-# All features, in the order in which their settings are read and their hooks are called: the first one says whether
-# anything is sampled at all, the last one sees what the others have logged.
+# All features, in the order of their settings and of their hooks' calls. The first decides whether anything is
+# sampled; the last sees what the others have logged.
 FEATURES: tuple[type[Feature], ...] = (
     Replay,
     SamplerEntropy,

@@ -1,1 +1,1 @@
-"""Sampling: OpenRLHF's vLLM actor, its rewards, and the order and seeds of its requests."""
+"""Sampling: OpenRLHF's vLLM actor, its rewards, and the order and seeds of requests."""

@@ -1,9 +1,9 @@
-"""What an engine says about the tokens that it samples: one array an answer, whose columns have names.
+"""The values of an answer's tokens, such as log-probs: one array with named columns per answer.
 
-An engine with this package's scheduler (``vllm_scheduler.py``) holds a request's tokens and values until it ends, and
-sends the values as this array, (n, bytes of a token). If it returns the experts that tokens were sent to, they stand
-before the values, and the prompt's tokens have rows before those of the answer, without values. Any other engine sends
-token by token; the array is then made here.
+An engine with this package's scheduler (``vllm_scheduler.py``) holds a request's tokens and values until its end, and
+sends the values as this array, (n, bytes of a token). If it also returns the experts of tokens, these come before the
+values, and the array begins with rows for the prompt's tokens, without values. Any other engine sends values token by
+token, and the array is made here.
 """
 
 from typing import Any
@@ -15,22 +15,22 @@ from vllm.outputs import CompletionOutput, RequestOutput
 
 _HOLD = "hold_until_end"  # among a request's ``extra_args``
 
-Answer = tuple[list[int], RequestOutput]  # the tokens of a prompt, and what vLLM returned for it
+Answer = tuple[list[int], RequestOutput]  # a prompt's tokens, and vLLM's output for it
 
 
 def columns(top: int = 0) -> np.dtype:
-    """A token's values: rank and log-prob, and log-probs and ids of the ``top`` most likely tokens in its place.
+    """Return the columns of a token: rank, log-prob, and log-probs and ids of the ``top`` most likely tokens there.
 
-    vLLM makes no use of the rank, so that a sampler can put 64 bits of its own there. Whatever else a token is to
-    carry is a further column, of any shape.
+    vLLM does not use the rank, so a sampler can store 64 bits of its own in it. Further values of a token are further
+    columns, of any shape.
     """
     likely = [("top_log_probs", "<f4", (top,)), ("top_tokens", "<i4", (top,))] if top else []
     return np.dtype([("rank", "<i8"), ("log_prob", "<f4"), *likely])
 
 
 def hold(params: SamplingParams) -> bool:
-    """Ask for a request's tokens and values at its end. False, and as ever, if they are needed before: vLLM's client
-    looks for stop strings, and a prompt's log-probs come with the first token."""
+    """Ask for a request's tokens and values at its end; False, without a change, if they are needed earlier: vLLM's
+    client looks for stop strings, and a prompt's log-probs come with the first token."""
     likely = params.logprob_token_ids is None and (params.logprobs or 0) >= 0  # -1: those of the whole vocabulary
     if params.stop or params.prompt_logprobs is not None or not likely:
         return False
@@ -39,13 +39,13 @@ def hold(params: SamplingParams) -> bool:
 
 
 def is_held(params: SamplingParams | None) -> bool:
-    """Whether :func:`hold` was asked for this request."""
+    """True if :func:`hold` was asked for this request."""
     return params is not None and _HOLD in (params.extra_args or {})
 
 
 def values_of(answer: CompletionOutput, top: int = 0) -> np.ndarray:
-    """(n,) ``columns(top)`` of an answer's tokens; n is 0 if it came without values, or not held and not as vLLM's
-    ``FlatLogprobs``."""
+    """Return (n,) ``columns(top)`` of an answer's tokens; n is 0 if it came without values, or neither held nor as
+    vLLM's ``FlatLogprobs``."""
     array, kind = answer.routed_experts, columns(top)  # vLLM's only array of an answer, bytes here if it was held
     if array is not None and array.ndim == 2:
         own = array[len(array) - len(answer.token_ids) :, -kind.itemsize :]
@@ -57,8 +57,8 @@ def values_of(answer: CompletionOutput, top: int = 0) -> np.ndarray:
 
 
 def routes_of(answer: CompletionOutput, routers: int, k: int, dtype: type = np.uint8) -> np.ndarray:
-    """(m, ``routers``, ``k``) experts that the engine sent the first m tokens of prompt and answer to: all but the
-    last one, which it has not computed. m is 0 if the engine was not asked to return them."""
+    """Return (m, ``routers``, ``k``) experts of the first m tokens of prompt and answer: all but the last, which the
+    engine has not computed. m is 0 if the engine was not asked to return them."""
     array, width = answer.routed_experts, routers * k * np.dtype(dtype).itemsize
     if array is not None and array.ndim == 2:
         array = np.ascontiguousarray(array[:-1, :width]).view(dtype)
@@ -66,7 +66,7 @@ def routes_of(answer: CompletionOutput, routers: int, k: int, dtype: type = np.u
 
 
 def give_log_probs(answer: CompletionOutput, top: int) -> None:
-    """Put a held answer's values where vLLM's own are, for an agent: as ``FlatLogprobs``, without tokens' text."""
+    """Give an agent a held answer's values in vLLM's own form: as ``FlatLogprobs``, without tokens' text."""
     values, own = values_of(answer, top), np.array(answer.token_ids, np.int32)[:, None]
     count, width = len(values), 1 + top
     tokens, log_probs, ranks = own, values["log_prob"][:, None], values["rank"][:, None]

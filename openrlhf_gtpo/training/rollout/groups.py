@@ -1,4 +1,4 @@
-"""Groups of responses that engines were asked for: what is under way, and what each answer completes."""
+"""Groups of responses that engines were asked for, until their answers complete them."""
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -11,15 +11,15 @@ from openrlhf_gtpo.training.rows import Dropped, Request, Row
 if TYPE_CHECKING:
     from openrlhf_gtpo.training.rollout.sampler import Sampler
 
-Parts = Mapping[int, list[Row] | Dropped]  # of a group, by the place of their first row
+Parts = Mapping[int, list[Row] | Dropped]  # a group's parts, by the place of their first row
 
 
 class Groups:
-    """Groups that are not complete. If an engine dies, its requests go to those that are left.
+    """Groups that are not complete yet. If an engine dies, the others get its requests.
 
     Args:
-        sampler: has the engines.
-        params: with which they are asked.
+        sampler: the sampler, with its engines.
+        params: the requests' sampling parameters.
     """
 
     def __init__(self, sampler: "Sampler", params: SamplingParams) -> None:
@@ -31,21 +31,21 @@ class Groups:
         return len(self._under_way)
 
     def ask(self, request: Request) -> None:
-        """Have engines answer all of a group."""
-        asked = self._sampler.shares(request) if request.is_trained else [request]
+        """Ask engines for all responses of a group."""
+        asked = self._sampler.split(request) if request.is_trained else [request]
         self._under_way[request.number] = request, len(asked), {}
         self._waiting.update(self._sampler.ask(asked, self._params))
 
     def answered(self, seconds: float) -> list[ray.ObjectRef]:
-        """Wait for an answer, for so many ``seconds`` at most; for :meth:`complete`."""
+        """Wait for an answer, at most so many ``seconds``; returns it for :meth:`complete`."""
         waiting = list(self._waiting)
         return ray.wait(waiting, num_returns=1, timeout=seconds)[0] if waiting else []
 
     def complete(self, answered: list[ray.ObjectRef]) -> Iterator[tuple[Request, Parts]]:
-        """The groups that these answers complete.
+        """Yield the groups that these answers complete.
 
         Raises:
-            Exception: of an engine's call, if no engine's death explains it.
+            Exception: from an engine's call, if no engine's death explains it.
         """
         for ref in answered:
             asked = self._waiting.pop(ref)

@@ -1,5 +1,5 @@
-"""Rows as one tensor of bytes, for a checkpoint: it loads tensors and plain values alone, and upstream prints what it
-loads, tensors in few words."""
+"""Rows as one tensor of bytes, for a checkpoint, which loads only tensors and plain values. Upstream prints what it
+loads, and a tensor prints in few words."""
 
 import io
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from openrlhf_gtpo.platform.json_values import from_json, to_json
 from openrlhf_gtpo.token_values import TokenValues
 from openrlhf_gtpo.training.rows import Row
 
-# What a row has for each token (21 bytes of it, and its routes as they are), and what it has once.
+# A row's values per token (21 bytes, and its routes as they are), and its values per row.
 _COLUMNS: dict[str, Any] = {"tokens": np.int32, "mask": np.bool_, "log_probs": np.float32, "versions": np.int32}
 _COLUMNS |= {"routes": None}
 _COLUMNS |= {f"values.{name}": np.float32 for name in TokenValues._fields}
@@ -32,9 +32,9 @@ _ONCE = (
 
 
 def pack(rows: Sequence[Row]) -> torch.Tensor:
-    """(n,) uint8, NumPy's archive of ``rows``: each column of their tokens, one row after the other, and the rest as
-    :func:`to_json` has it, which may raise TypeError."""
-    assert not any(row.images or row.image_inputs for row in rows), "images have no place in a checkpoint"
+    """Pack ``rows`` into (n,) uint8, a NumPy archive: each column of their tokens, row after row, and the rest by
+    :func:`to_json`, which may raise TypeError."""
+    assert not any(row.images or row.image_inputs for row in rows), "checkpoints cannot hold images"
     columns: dict[str, list[np.ndarray]] = {name: [] for name in _COLUMNS}
     rest = []
     for row in rows:
@@ -53,7 +53,7 @@ def pack(rows: Sequence[Row]) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor) -> list[Row]:
-    """The rows that :func:`pack` was given."""
+    """Unpack the rows that :func:`pack` was given."""
     rows, place = [], dict.fromkeys(_COLUMNS, 0)
     with np.load(io.BytesIO(packed.numpy().tobytes()), allow_pickle=False) as archive:
         arrays = dict(archive)
@@ -72,12 +72,12 @@ def unpack(packed: torch.Tensor) -> list[Row]:
 
 
 def pack_json(value: Any) -> torch.Tensor:
-    """(n,) uint8, ``value`` as :func:`to_json` has it, which may raise TypeError."""
+    """Pack ``value`` into (n,) uint8 by :func:`to_json`, which may raise TypeError."""
     return torch.frombuffer(bytearray(to_json(value)), dtype=torch.uint8)
 
 
 def unpack_json(packed: torch.Tensor) -> Any:
-    """What :func:`pack_json` was given."""
+    """Unpack the value that :func:`pack_json` was given."""
     return from_json(packed.numpy().tobytes())
 
 

@@ -1,4 +1,4 @@
-"""Calls a user's rewards and agents, again if they raise or take too long, and insists on one number per reward."""
+"""Calls of a user's rewards and agents: repeated if they fail or take too long, and held to one number per reward."""
 
 import asyncio
 import contextvars
@@ -25,35 +25,35 @@ from openrlhf_gtpo.training.checks.reward import import_reward, takes_responses
 
 T = TypeVar("T")
 
-TRIES = 3  # in a run that may go on without the prompt
+TRIES = 3  # in a run that may drop the prompt
 TRIAL_SECONDS = 20.0  # a reward may start a process, or ask a model
 
-_FAILURE = "failure"  # among a response's extra logs: what its reward raised
-_THREADS = min(32, (os.cpu_count() or 1) + 4)  # for reward functions: as many as asyncio.to_thread has
+_FAILURE = "failure"  # in a response's extra logs: the error of its reward
+_THREADS = min(32, (os.cpu_count() or 1) + 4)  # for reward functions, as in asyncio.to_thread
 
 
 class RewardFailed(TrainingStopped):
-    """A reward raised or did not answer, each time it was tried."""
+    """Every try of a reward raised or did not answer."""
 
 
 class Patience(NamedTuple):
-    """How often something is tried, and for how many seconds each time; 0 is forever."""
+    """The number of tries, and the seconds for each; 0 is forever."""
 
     tries: int = 1
     seconds: float = 0.0
 
     @classmethod
     def of(cls, args: Arguments) -> "Patience":
-        """The patience that a run's arguments ask for."""
+        """Return the patience that a run's arguments ask for."""
         return cls(TRIES if args.train.max_restarts else 1, args.train.stall_timeout)
 
     async def ask(self, call: Callable[[], Awaitable[T]], what: str) -> T:
-        """Return what ``call()`` returns, or raise what its last try raised; a TimeoutError if it took too long."""
+        """Return the result of ``call()``; raise the error of the last try, a TimeoutError if it took too long."""
         for _ in range(self.tries - 1):
             try:
                 return await self._in_time(call)
             except Exception as failure:  # a user's code
-                print(f"Warning: {what} failed and is tried again: {described(failure)}", flush=True)
+                print(f"Warning: {what} failed; trying again: {described(failure)}", flush=True)
         return await self._in_time(call)
 
     async def _in_time(self, call: Callable[[], Awaitable[T]]) -> T:
@@ -72,16 +72,16 @@ class Patience(NamedTuple):
 
 
 def described(failure: BaseException) -> str:
-    """An exception's type and the beginning of its text, on one line."""
+    """Describe an exception on one line: its type and the beginning of its text."""
     return f"{type(failure).__name__}: {one_line(failure):.500}"
 
 
 def reward_and_score(returned: Any) -> tuple[float, float]:
-    """The 'rewards' and 'scores' that a reward function or server returned for one response, each of which may be in a
-    list or tensor; without 'scores' the first is both.
+    """Return the 'rewards' and 'scores' that a reward function or server returned for one response. Each may be in a
+    list or tensor; without 'scores', 'rewards' counts as both.
 
     Raises:
-        TrainingStopped: the reason why they are not two finite numbers in float32, as a clause.
+        TrainingStopped: they are not finite float32 numbers; the reason, as a clause.
     """
     if not isinstance(returned, Mapping):
         raise TrainingStopped(f"it returned {returned!r:.200}, not a dict with 'rewards'")
@@ -93,15 +93,15 @@ def reward_and_score(returned: Any) -> tuple[float, float]:
             numbers[name] = torch.as_tensor(value, dtype=torch.float64).reshape(()).item()
         except (TypeError, ValueError, RuntimeError):
             numbers[name] = math.nan
-        if not torch.tensor(numbers[name]).isfinite():  # a filter would drop its group without a word
+        if not torch.tensor(numbers[name]).isfinite():  # a filter would silently drop its group
             got = f"{name!r} {str(value)[:200]!r}"
             raise TrainingStopped(f"expected one finite float32 number for the one response, got {got}")
     return numbers["rewards"], numbers.get("scores", numbers["rewards"])
 
 
 def reason_of(failure: BaseException, source: str) -> str:
-    """Why there is no reward, as a clause: that of :func:`reward_and_score`, or what the user's code raised and in
-    which line, of the file ``source`` if possible."""
+    """Say why there is no reward, as a clause: from :func:`reward_and_score`, or the error of the user's code with its
+    line, in the file ``source`` if possible."""
     if isinstance(failure, TrainingStopped):
         return str(failure)
     frames = traceback.extract_tb(failure.__traceback__)
@@ -110,21 +110,21 @@ def reason_of(failure: BaseException, source: str) -> str:
 
 
 def refuse_taken_names(extra_logs: Iterable[str], source: str) -> None:
-    """Refuse names that a step's other metrics have: the user's number would take the other's place, or end the run
-    once the step is trained.
+    """Refuse names of a step's own metrics. The user's number would replace such a metric, or end the run once the
+    step is trained.
 
     Raises:
         TrainingStopped: with the names.
     """
     if taken := sorted(name for name in map(str, extra_logs) if names.is_taken(name)):
         raise TrainingStopped(
-            f"Expected names of its own in the 'extra_logs' from {source}, got {', '.join(taken)}, which the run uses "
-            "for its own metrics; rename it there."
+            f"Expected new names in the 'extra_logs' from {source}, got {', '.join(taken)}, which the run uses for "
+            "its own metrics; rename it there."
         )
 
 
 class _Generation:
-    """The engine of one response, which remembers it."""
+    """An engine that remembers the tokens of its one response."""
 
     def __init__(self, engine: Any, tokenizer: Any) -> None:
         self._engine, self._tokenizer = engine, tokenizer
@@ -136,7 +136,7 @@ class _Generation:
         return output
 
     def text(self) -> str:
-        """The response without special tokens."""
+        """Decode the response without special tokens."""
         return self._tokenizer.decode(self._tokens, skip_special_tokens=True)
 
 
@@ -144,20 +144,20 @@ _generation: ContextVar[_Generation] = ContextVar("_generation")
 
 
 class StrictRewardExecutor(SingleTurnAgentExecutor):
-    """Raises TrainingStopped with the reason and the prompt when the reward function or server fails, or returns
-    anything but one number, which may be in a list or tensor.
+    """Upstream's executor, but strict: it raises TrainingStopped with reason and prompt if the reward function or
+    server fails, or returns anything but one number, which may be in a list or tensor.
 
-    Upstream logs a failed reward and goes on without one, and turns (1,) lists, with which its own reward server
-    answers, into a column (openrlhf 0.11.2, utils/agent.py, SingleTurnAgentExecutor.execute). Can go once it raises.
+    Upstream logs a failed reward and continues without one. It also turns (1,) lists, the answers of its own reward
+    server, into a column (openrlhf 0.11.2, utils/agent.py, SingleTurnAgentExecutor.execute). Can go once it raises.
     """
 
     def __init__(self, remote_rm_url: Any, patience: Patience) -> None:
         files = [url for url in remote_rm_url or () if url.endswith(".py")]
-        super().__init__(None if files else remote_rm_url)  # a file's module would not be in sys.modules
+        super().__init__(None if files else remote_rm_url)  # its module of a file is not in sys.modules
         if files:
             self.reward_endpoints = files
             self.reward_func = import_reward(files[0])
-        self._source = " or ".join(self.reward_endpoints)  # upstream takes turns among several servers
+        self._source = " or ".join(self.reward_endpoints)  # upstream asks several servers in turn
         self._patience = patience
         self._threads = asyncio.Semaphore(_THREADS)
 
@@ -171,6 +171,7 @@ class StrictRewardExecutor(SingleTurnAgentExecutor):
         llm_engine: Any,
         images: Any = None,
     ) -> dict[str, Any]:
+        # Response and reward by upstream's executor, which hands on what the reward returned or raised.
         _generation.set(generation := _Generation(llm_engine, hf_tokenizer))
         output = await super().execute(prompt, label, sampling_params, max_length, hf_tokenizer, generation, images)
         if not self.reward_endpoints:
@@ -185,6 +186,7 @@ class StrictRewardExecutor(SingleTurnAgentExecutor):
             raise (TrainingStopped if failure is None else RewardFailed)(
                 f"Could not get the reward of a response from {self._source}: {reason}. Prompt: {prompt!r}"
             ) from failure
+        # The reward's logs: numbers for metrics, texts for dumps.
         logs = returned.get("extra_logs")
         try:
             output["extra_logs"] = {  # upstream takes the first number of a tensor, but not of a list
@@ -205,7 +207,7 @@ class StrictRewardExecutor(SingleTurnAgentExecutor):
         return output
 
     async def _fetch_rewards_via_func(self, *columns: Any) -> list[dict[str, Any]]:
-        """Like upstream's, in its own thread: a call that hangs takes no thread from the others."""
+        """Like upstream's, but each call in its own thread, so that a hanging call blocks no other."""
         more = {"responses": [_generation.get().text()]} if takes_responses(self.reward_func) else {}
         async with self._threads:
             return await self._or_failure(
@@ -217,7 +219,7 @@ class StrictRewardExecutor(SingleTurnAgentExecutor):
         return await self._or_failure(lambda: fetch(*columns))
 
     async def _or_failure(self, fetch: Callable[[], Awaitable[list[dict[str, Any]]]]) -> list[dict[str, Any]]:
-        """A reward for upstream's ``execute`` to hand on: all that was returned or, in the logs, what was raised."""
+        """Make a reward that upstream's ``execute`` hands on: the whole result or, in its logs, the error."""
         try:
             [returned] = await self._patience.ask(fetch, f"the reward from {self._source}")
             return [{"rewards": returned}]
@@ -234,18 +236,18 @@ def _in_thread(function: Callable[[], T]) -> Future[list[T]]:
             result.set_result([function()])
         except Exception as failure:  # a user's code
             result.set_exception(failure)
-        except SystemExit as ended:  # it would end this thread alone, and the run would wait for a result
+        except SystemExit as ended:  # would end only this thread, and the run would wait for a result
             error = RuntimeError(f"it called sys.exit({ended.code!r})")
             result.set_exception(error.with_traceback(ended.__traceback__))
 
-    # A thread that never returns must not keep the process from exiting, as a pool's would.
+    # Unlike a pool's thread, one that never returns does not keep the process from exiting.
     threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True).start()
     return result
 
 
 def try_reward(reward_func: Callable[..., Any], source: str, prompt: str, label: Any) -> None:
-    """Ask a reward function once for the reward of an empty response, in a thread as in training. Warn, on stderr, if
-    there is none: what fails for an empty response may work for others. A call that takes long says nothing.
+    """Call a reward function once with an empty response, in a thread as in training. Print a warning if it fails,
+    since it may work for other responses. A slow call proves nothing.
 
     Raises:
         UsageError: a name or a module is missing.
@@ -262,7 +264,7 @@ def try_reward(reward_func: Callable[..., Any], source: str, prompt: str, label:
         if isinstance(failure, ImportError) or type(failure) is NameError:
             raise UsageError(f"--reward.remote_url {source} cannot be used: {reason}.") from failure
         print(
-            f"Warning: {source} has no reward for an empty response to the first prompt: {reason}. A response without "
-            "a reward stops the run; give each one a number.",
+            f"Warning: {source} has no reward for an empty response to the first prompt: {reason}. A response "
+            "without a reward stops the run; return a number for every response.",
             file=sys.stderr,
         )

@@ -1,11 +1,11 @@
-"""The Ray actor around a vLLM engine, with the bucketed weight transfer, rewards that must arrive, and requests whose
-samples do not depend on timing.
+"""The Ray actor around a vLLM engine: bucketed weight transfer, strict rewards, and samples that do not depend on
+timing.
 
-vLLM samples all requests from one generator, and on CPU the last bits of a matrix product depend on its rows: what a
-request samples depends on which others share its forward passes. Under full determinism, a request therefore has its
-own seed and, on CPU, the engine to itself: its response follows from the weights, the prompt and the seed, whatever
-else waits (a filtered prompt's replacement, an agent's next turn) and on however many engines. The engine to itself
-can go once vLLM's batch invariance, CUDA-only in 0.29, covers CPUs: https://github.com/vllm-project/vllm/issues/27433.
+vLLM samples all requests from one generator, and on CPU the last bits of a matrix product depend on its rows. So a
+request's samples depend on the other requests in its forward passes. Under full determinism, a request therefore has
+its own seed and, on CPU, the engine to itself. Its response then follows from weights, prompt and seed, whatever else
+waits (a filtered prompt's replacement, an agent's next turn), and with any number of engines. The engine to itself can
+go once vLLM's batch invariance, CUDA-only in 0.29, covers CPUs: https://github.com/vllm-project/vllm/issues/27433.
 """
 
 import asyncio
@@ -54,10 +54,10 @@ IN_ENGINE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 _ALONE = {
     "max_num_seqs": 1,
-    "max_num_batched_tokens": None,  # as vLLM wants it for whole prompts
-    "enable_prefix_caching": False,  # the first response to a prompt would be computed differently from the next
-    # After a chunk of a prompt vLLM rewinds its generator's offset, which a CPU generator lacks. Can go once vLLM does
-    # not do so on CPU (vllm 0.29.0, v1/worker/gpu_model_runner.py, _bookkeeping_sync).
+    "max_num_batched_tokens": None,  # required by vLLM for whole prompts
+    "enable_prefix_caching": False,  # would compute a prompt's first response differently from the next
+    # After a chunk of a prompt vLLM rewinds its generator's offset, which a CPU generator lacks. Can go once vLLM
+    # stops doing so on CPU (vllm 0.29.0, v1/worker/gpu_model_runner.py, _bookkeeping_sync).
     "enable_chunked_prefill": False,
 }
 
@@ -65,27 +65,27 @@ _MARK = "OPENRLHF_GTPO_ENGINE"  # environment variable of an engine's processes:
 
 _LOOK_EVERY = 0.5  # seconds between checks that vLLM's process is alive
 
-# Seed of the sample that the current task makes; an agent may pass its own sampling parameters, without a seed.
+# Seed of the current task's sample; an agent may pass its own sampling parameters, without a seed.
 _sample_seed: ContextVar[tuple[int, ...] | None] = ContextVar("_sample_seed", default=None)
 
-# How often the current task has asked the engine, by the length of what it asked.
+# The current task's number of calls to the engine, by the length of their prompts.
 _asked: ContextVar[Counter[int]] = ContextVar("_asked")
 
-# The engine's answers behind the response that the current task makes; None if it is not trained on.
+# The engine's answers behind the current task's response; None if it is not trained on.
 _answers: ContextVar[list[Answer] | None] = ContextVar("_answers", default=None)
 
 
 class EngineRestarted(RuntimeError):
-    """Ray has restarted this engine after its death, and the trainer's weights have not reached it yet."""
+    """Ray has restarted this engine, and the trainer's weights have not reached it yet."""
 
 
 class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
-    """Upstream's rollout actor; its vLLM workers also know how to receive buckets.
+    """Upstream's rollout actor, with strict rewards and workers that receive weights in buckets.
 
     Fields:
         engine_args: vLLM arguments that upstream's ``create_vllm_engines`` does not take (``patch.apply``).
-        patience: with rewards and agents. If it allows several tries, a prompt that needs more is dropped.
-        features: what they do with the engine's requests and answers.
+        patience: tries of rewards and agents; if there are several, a prompt whose tries all fail is dropped.
+        features: the features' parts, called with requests and answers.
         gets_weights: whether the trainer sends it weights.
     """
 
@@ -101,7 +101,7 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
 
     async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
         kwargs |= {"worker_extension_cls": WORKER_EXTENSION} | self.engine_args
-        kwargs["disable_log_stats"] = True  # which only a server would publish
+        kwargs["disable_log_stats"] = True  # only a server would publish them
         self._holds = why_no_scheduler() is None
         if self._holds:
             kwargs["scheduler_cls"] = SCHEDULER
@@ -110,15 +110,15 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
             kwargs |= _ALONE
         binds_threads = os.environ.get("VLLM_CPU_OMP_THREADS_BIND") != "nobind"
         if on_cpu and kwargs.get("distributed_executor_backend") == "uni" and not binds_threads:
-            # With that name vLLM would start an extra process for its one worker, to bind threads in it: 10 s of CPU
-            # time (vllm 0.29.0, platforms/cpu.py, check_and_update_config).
+            # With "uni" vLLM would start an extra process for its one worker, to bind threads in it: 10 s of CPU time
+            # (vllm 0.29.0, platforms/cpu.py, check_and_update_config).
             kwargs["distributed_executor_backend"] = IN_ENGINE
         if self.gets_weights and not on_cpu:
-            # Keeps experts' weights as loaded: the kernels that vLLM prefers on Blackwell have them swapped or
-            # shuffled, which a transfer would overwrite (vllm 0.29.0, model_executor/layers/fused_moe/oracle/
-            # unquantized.py, convert_to_unquantized_kernel_format). On Hopper it is vLLM's own choice.
+            # Keeps experts' weights as loaded: the kernels that vLLM prefers on Blackwell swap or shuffle them, which
+            # a transfer would overwrite (vllm 0.29.0, model_executor/layers/fused_moe/oracle/unquantized.py,
+            # convert_to_unquantized_kernel_format). On Hopper it is vLLM's own choice.
             kwargs["moe_backend"] = "triton"
-        # Upstream makes it before the engine, whose memory then leaves a reward its own.
+        # Upstream makes it before the engine, so that a reward gets its memory before the engine takes the rest.
         vllm_engine.SingleTurnAgentExecutor = partial(StrictRewardExecutor, patience=self.patience)
         vllm_engine._load_agent_executor = load_agent
         self._agent_path = kwargs.get("agent_func_path") or ""
@@ -127,13 +127,13 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         for feature in self.features:
             await feature.start(self.llm)
         if self._has_old_weights and kwargs["enable_sleep_mode"]:
-            await self.sleep()  # as upstream's create_vllm_engines had the engine do at its first start
+            await self.sleep()  # as upstream's create_vllm_engines does at the first start
 
     def _configure_device_env(self, *args: Any, **kwargs: Any) -> None:
-        """Like upstream's, whose ``__init__`` begins with it; also kills what the actor's last process left behind."""
+        """Like upstream's, which ``__init__`` calls first; also kill what the actor's last process left behind."""
         context = ray.get_runtime_context()
         actor = os.environ[_MARK] = context.get_actor_id()
-        with warnings.catch_warnings():  # about what Ray itself calls (ray 2.55.0, runtime_context.py)
+        with warnings.catch_warnings():  # about Ray's own calls (ray 2.55.0, runtime_context.py)
             warnings.simplefilter("ignore")
             self._has_old_weights = bool(context.was_current_actor_reconstructed)
         # vLLM's own processes outlive their actor, and hold the GPU's memory.
@@ -144,23 +144,25 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         super()._configure_device_env(*args, **kwargs)
 
     async def sample(self, request: Request, params: Any, max_len: int, tokenizer: Any) -> list[Row] | Dropped:
-        """The rows of ``request``, or why its reward or agent failed if the run may go on without the prompt.
+        """Sample the rows of ``request``; returns why its reward or agent failed if the run may drop the prompt.
 
         Args:
             params: vLLM's sampling parameters.
-            tokenizer: Ray's reference to it, wrapped in a list, as Ray replaces a bare one by a copy for each call.
+            tokenizer: Ray's reference to it, in a list, because Ray replaces a bare one by a copy in each call.
 
         Raises:
-            EngineRestarted, EngineDeadError: as :meth:`serves`.
+            EngineRestarted, EngineDeadError: from :meth:`serves`.
             TrainingStopped: a mistake that the next prompt would repeat.
         """
+        # The weights must be there; the tokenizer is loaded once for all calls.
         if self._has_old_weights:
             await self.serves()
-        self._tokenizer = self._tokenizer or asyncio.ensure_future(tokenizer[0])  # once for all calls
-        tokenizer = await asyncio.shield(self._tokenizer)  # a cancelled call spares the others
+        self._tokenizer = self._tokenizer or asyncio.ensure_future(tokenizer[0])
+        tokenizer = await asyncio.shield(self._tokenizer)  # survives a cancelled call
         own_agent = not isinstance(self.executor, StrictRewardExecutor)
 
         async def respond(index: int) -> Row:
+            # Context for ``generate``, which the agent or reward executor calls.
             _sample_seed.set(request.seed and (*request.seed, index))
             _asked.set(Counter())
             answers: list[Answer] | None = [] if request.is_trained else None
@@ -168,8 +170,8 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
             template_variables.set(request.variables or {})
 
             def ask() -> Awaitable[dict[str, Any]]:
-                # Agents change the parameters in place: the first turn of one would limit the prompts of the others
-                # (openrlhf 0.11.2, utils/agent.py).
+                # Agents change the parameters in place; without a copy, one agent's first turn would limit the other
+                # prompts (openrlhf 0.11.2, utils/agent.py).
                 return self.executor.execute(
                     prompt=request.prompt,
                     label=request.label,
@@ -180,9 +182,10 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
                     images=request.images,
                 )
 
+            # The response, as a row with features' values.
             response = await (self.patience.ask(ask, "the agent") if own_agent else ask())
             if answers and not own_agent and params.logprobs is not None and response["rollout_log_probs"] is None:
-                [(tokens, output)] = answers  # held, and left out: upstream would make a dict of each token
+                [(tokens, output)] = answers  # held back, because upstream would make a dict for each token
                 log_probs = values_of(output.outputs[0])["log_prob"]
                 response["rollout_log_probs"] = np.concatenate([np.zeros(len(tokens)), log_probs])
             row = Row.of_response(response, request.number, max_len, self.vocab_size() if own_agent else None)
@@ -191,6 +194,7 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
                 feature.on_row(row, response, answers)
             return row
 
+        # All responses, or the reason of the first failure.
         try:
             return await _all_or_none(*map(respond, range(request.first, request.first + request.samples)))
         except Exception as failure:  # a user's code
@@ -198,7 +202,7 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
             by_agent = own_agent and not isinstance(failure, TrainingStopped)
             if is_mistake or (self.patience.tries == 1 and not by_agent):
                 raise
-            await self.serves()  # which raises if it was the engine that failed
+            await self.serves()  # raises if the engine has failed
             if self.patience.tries == 1:
                 raise RewardFailed(
                     f"Could not get a response from {self._agent_path}: {reason_of(failure, self._agent_path)}. "
@@ -207,42 +211,44 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
             return Dropped(described(failure))
 
     def vocab_size(self) -> int | None:
-        """The model's; None if it is not known here."""
+        """Return the model's vocabulary size; None if it is not known here."""
         return self.llm.model_config.get_vocab_size()
 
     async def serves(self) -> None:
-        """Return as soon as vLLM answers.
+        """Return once vLLM answers.
 
         Raises:
-            EngineRestarted: its samples would not be the current policy's.
+            EngineRestarted: the engine would not sample from the current policy.
             EngineDeadError: vLLM's process died.
         """
         if self._has_old_weights:
-            raise EngineRestarted("it was restarted and does not have the current weights yet")
+            raise EngineRestarted("the engine was restarted and does not have the current weights yet")
         await self.llm.is_sleeping()
 
     async def generate(self, prompt_token_ids: list[int], sampling_params: Any, multi_modal_data: Any = None) -> Any:
-        """Like upstream's; every turn of a seeded sample, identified by its length, has its own seed, and so does each
+        """Like upstream's, with a seed for every turn of a seeded sample, identified by its length, and for every
         retry of a turn by an agent.
 
         Raises:
             TrainingStopped: a feature cannot work with an agent's ``sampling_params``.
         """
+        # Parameters: only the final output, text only for an agent, and the turn's own seed.
         key = _sample_seed.get()
         params = copy(sampling_params)
-        params.output_kind = RequestOutputKind.FINAL_ONLY  # vLLM would also hand on each step's tokens
+        params.output_kind = RequestOutputKind.FINAL_ONLY  # otherwise vLLM also passes on each step's tokens
         own_agent = not isinstance(self.executor, StrictRewardExecutor)
         if not own_agent and not params.stop:
-            params.detokenize = False  # it decodes the whole response itself; an agent may read vLLM's text
+            params.detokenize = False  # upstream decodes the response itself; an agent may read vLLM's text
         if key is not None:
             length, asked = len(prompt_token_ids), _asked.get()
             words = [*key, length, asked[length]] if asked[length] else [*key, length]
             params.seed = int(np.random.SeedSequence(words).generate_state(1)[0])  # far apart for near keys
             asked[length] += 1
+        # For training: features' parameters, and values held until the end.
         answers, held = _answers.get(), False
         if answers is not None:
             if self._holds and not own_agent and params.logprobs is not None:
-                params.logprobs = 0  # of the sampled token alone, which is all that is read
+                params.logprobs = 0  # only the sampled token's is read
             for feature in self.features:
                 feature.on_request(params)
             held = self._holds and hold(params)
@@ -258,7 +264,7 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         return output
 
     async def join_weight_group(self, *args: Any) -> list[None]:
-        """See ``WeightReceiver.join_weight_group``; one result per worker, here and below."""
+        """See ``WeightReceiver.join_weight_group``; one result per worker, as below."""
         return await self.llm.collective_rpc("join_weight_group", args=args)
 
     async def receive_weights(self, buckets: list[Bucket], sync_checksum: bool, version: int) -> list[Receipt | None]:
@@ -280,8 +286,8 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         return receipts
 
     async def pause_generation(self) -> None:
-        """Between two tokens; :meth:`resume_generation` goes on with the same responses. Their keys and values are
-        computed again with the weights that follow."""
+        """Pause between two tokens until :meth:`resume_generation`. The new weights recompute the responses' keys and
+        values."""
         await self.llm.pause_generation(mode="keep", clear_cache=True)
 
     async def take_peak_memory(self, phase: str) -> list[dict[str, int]]:
@@ -289,10 +295,9 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         return await self.llm.collective_rpc("take_peak_memory", args=(phase,))
 
     async def _forget_prefixes(self) -> None:
-        """Drop the keys and values of older weights, which later prompts would reuse.
+        """Drop keys and values of older weights, so that later prompts do not reuse them.
 
-        No request has any: those that are paused midway lost theirs at the pause (vllm 0.29.0, v1/engine/core.py,
-        ``_finish_pause``).
+        Paused requests have lost theirs at the pause (vllm 0.29.0, v1/engine/core.py, ``_finish_pause``).
         """
         if self.kwargs["enable_prefix_caching"]:
             dropped = await self.llm.reset_prefix_cache()
@@ -300,7 +305,8 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
 
 
 async def _all_or_none(*calls: Awaitable[Any]) -> list[Any]:
-    """Like ``asyncio.gather``, but if one raises, the rest end: vLLM would sample for nobody, and into a transfer."""
+    """Like ``asyncio.gather``, but cancel the rest if one raises: vLLM would sample for nobody, and during a
+    transfer."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)
@@ -310,8 +316,8 @@ async def _all_or_none(*calls: Awaitable[Any]) -> list[Any]:
 
 
 async def _fail_calls_at_death(core: Any) -> None:
-    """Make calls that wait for an answer from vLLM's process raise once it has died; vLLM lets them wait forever.
-    Can go with a release that has https://github.com/vllm-project/vllm/pull/56416.
+    """Once vLLM's process has died, make calls that wait for its answer raise; vLLM lets them wait forever. Can go
+    with a release that has https://github.com/vllm-project/vllm/pull/56416.
 
     Args:
         core: vLLM's client of the process (vllm 0.29.0, v1/engine/core_client.py, AsyncMPClient).
@@ -323,5 +329,5 @@ async def _fail_calls_at_death(core: Any) -> None:
             answer.set_exception(EngineDeadError())
 
 
-# Concurrent calls of one actor: a sign of life must not wait behind prompts, of which Ray would run 1000 at once.
+# Concurrent calls of one actor. With Ray's default of 1000, a sign of life would wait behind prompts.
 MAX_CALLS = 100_000

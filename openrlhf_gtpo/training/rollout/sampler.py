@@ -1,7 +1,7 @@
-"""Draws prompts and has the engines answer them: rows in the order of their prompts, whatever comes back first.
+"""The sampler: draws prompts, asks the engines, and returns rows in the order of their prompts.
 
-Each prompt has a number, from which, under full determinism, the seeds of its responses follow. If an engine dies, its
-requests go to those that are left. A group that the filter refuses is replaced by the next prompt's.
+Each prompt has a number. Under full determinism the seeds of its responses follow from it. If an engine dies, the
+others get its requests. If the filter drops a group, the next prompt's group replaces it.
 """
 
 import time
@@ -25,26 +25,26 @@ from openrlhf_gtpo.training.rows import Dropped, Request, Rollout, Row
 from openrlhf_gtpo.training.settings.prompts import template_variables
 
 _TRAINING, _EVALUATION = 0, 1  # streams of seeds
-_AGAIN = 1.0  # seconds until engines are woken, or put to sleep, again
+_AGAIN = 1.0  # seconds until engines are told again to wake up or sleep
 _LOOK_EVERY = 10.0  # seconds
 _MAY_DROP = 0.1  # of a rollout's prompts, and one in any case
 
 
 class Sampler:
-    """Samples what a step is trained on, and evaluations.
+    """Samples rollouts for training, and evaluations.
 
     Args:
         args: the run's arguments.
         prompts, held_out: loaders of upstream's prompt data set; None for no evaluation.
-        tokenizer: Ray's reference to it; a copy of one with 49,152 tokens takes 0.2 s to unpickle.
-        engines: rollout actors that serve.
-        recover: called with what an engine's call raised; returns when the engines in the list can be asked again, and
+        tokenizer: Ray's reference to it; to unpickle a copy with 49,152 tokens takes 0.2 s.
+        engines: serving rollout actors.
+        recover: called with the error of an engine's call. Returns when the engines in the list can be asked again;
             raises the error if no engine's failure caused it.
 
     Attributes:
-        engines: whoever holds the list may change it.
-        drawn: training prompts since the run began; a resumed run sets it to what its checkpoint has consumed.
-        of_pass: those of the pass over the data that is under way, likewise.
+        engines: a list that others may change.
+        drawn: training prompts drawn since the run began; a resumed run continues from its checkpoint's number.
+        of_pass: training prompts drawn in the current pass over the data, likewise.
         with_log_probs: whether training rows carry their engine's log-probs.
     """
 
@@ -60,16 +60,16 @@ class Sampler:
         self.args, self.engines, self._recover = args, engines, recover
         self._prompts, self._held_out, self._tokenizer = prompts, held_out, tokenizer
         self._credit = entropy_credit(args)
-        self._left: Iterator[Any] | None = None  # of the episode's prompts
-        self._load: Counter[int] = Counter()  # responses that an engine has been asked for and not given, by id
+        self._left: Iterator[Any] | None = None  # the episode's remaining prompts
+        self._load: Counter[int] = Counter()  # outstanding responses of each engine, by id
         self.drawn = self.of_pass = 0
         self.with_log_probs = args.algo.advantage.is_correction_level != "off"
 
     def sample(self) -> Rollout:
-        """The next rollout of the episode, or the first of the next one: empty if no prompt is left.
+        """Sample the episode's next rollout, or the first of the next episode; without prompts, it is empty.
 
         Raises:
-            TrainingStopped: too many prompts were dropped, responses log different things, or ``recover`` gave up.
+            TrainingStopped: too many prompts were dropped, responses log different names, or ``recover`` gave up.
         """
         before, seen = self.drawn, Rollout([], 0, False)
         with self.awake():
@@ -84,12 +84,12 @@ class Sampler:
 
     @property
     def per_rollout(self) -> int:
-        """Groups of a rollout."""
+        """Number of groups in a rollout."""
         rollout = self.args.rollout
         return min(rollout.batch_size, rollout.vllm_generate_batch_size or rollout.batch_size)
 
     def draw(self) -> Request | None:
-        """The next prompt that is trained on; None at the end of the episode, after which another begins."""
+        """Draw the next training prompt; None at the end of the episode, after which the next one begins."""
         if self._left is None:
             self._left = _prompts(iter(self._prompts))
         prompt = next(self._left, None)
@@ -100,17 +100,17 @@ class Sampler:
         return self.request(prompt, number)
 
     def rollout(self, groups: Mapping[int, list[Row]], prompts: int, seen: Rollout) -> Rollout:
-        """``seen``, of ``prompts`` that were drawn, with the rows of ``groups``.
+        """Complete ``seen`` with the number of drawn ``prompts`` and the rows of ``groups``.
 
         Raises:
-            TrainingStopped: responses log different things.
+            TrainingStopped: responses log different names.
         """
         rows = [row for number in sorted(groups) for row in groups[number]]
         for row in rows:
             if differing := row.logs.keys() ^ rows[0].logs.keys():
                 raise TrainingStopped(
-                    "Expected the same names in every response's extra_logs, which are averaged; only some have "
-                    f"{', '.join(sorted(differing))}."
+                    "Expected the same names in every response's extra_logs, which are averaged; only some responses "
+                    f"have {', '.join(sorted(differing))}."
                 )
         seen.rows, seen.prompts = rows, prompts
         if self.args.algo.dynamic_filtering_enable and prompts:
@@ -118,7 +118,8 @@ class Sampler:
         return seen
 
     def evaluate(self, temperature: float, samples: int) -> list[Row]:
-        """All held-out prompts' rows, ``samples`` each; under full determinism every evaluation has the same seeds."""
+        """Sample ``samples`` rows for each held-out prompt. Under full determinism every evaluation has the same
+        seeds."""
         assert self._held_out is not None
         params = self.params(
             temperature, self.args.rollout.top_p, self.args.algo.advantage.is_correction_level != "off"
@@ -131,14 +132,14 @@ class Sampler:
         exhausted = False
         with self.awake():
             while not exhausted:
-                seen = Rollout([], 0, False)  # of a batch, of which a tenth may be dropped
+                seen = Rollout([], 0, False)  # of one batch, of which a tenth may be dropped
                 groups = self._groups(requests, self.args.rollout.batch_size, params, seen)
                 exhausted = seen.exhausted
                 rows += [row for number in sorted(groups) for row in groups[number]]
         return rows
 
     def ask(self, requests: Sequence[Request], params: SamplingParams) -> dict[ray.ObjectRef, Request]:
-        """Send ``requests`` to their engines, or to those with least to do."""
+        """Send ``requests`` to their engines, or to the engines with least to do."""
         sent = {}
         for request in requests:
             engine = request.engine or min(self.engines, key=lambda engine: self._load[id(engine)])
@@ -150,12 +151,12 @@ class Sampler:
         return sent
 
     def note_answer(self, request: Request) -> None:
-        """The engine that was asked with this has answered, or failed."""
+        """Note that the engine has answered this request, or failed."""
         self._load[id(request.engine)] -= request.samples
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Keep the engines awake within this block, if ``--vllm.enable_sleep`` frees their memory otherwise."""
+        """Keep the engines awake within this block, if ``--vllm.enable_sleep`` lets them sleep otherwise."""
         if self.args.vllm.enable_sleep:
             self._call("wake_up")
         yield
@@ -163,7 +164,7 @@ class Sampler:
             self._call("sleep")
 
     def _call(self, method: str) -> None:
-        """Wake the engines or put them to sleep, even if one dies: those that are left, some of which have done it."""
+        """Wake the engines or put them to sleep. If one dies, repeat it for the rest; a second call does no harm."""
         while True:
             try:
                 batch_vllm_engine_call(self.engines, method)
@@ -173,22 +174,22 @@ class Sampler:
                 time.sleep(_AGAIN)
 
     def training_params(self) -> SamplingParams:
-        """With which rows that are trained on are sampled."""
+        """Return the sampling parameters of training rows."""
         return self.params(self.args.rollout.temperature, self.args.rollout.top_p, self.with_log_probs)
 
     def params(self, temperature: float, top_p: float, with_log_probs: bool) -> SamplingParams:
-        """What OpenRLHF asks vLLM with (0.11.2, trainer/ppo_utils/samples_generator.py)."""
+        """Return OpenRLHF's sampling parameters (0.11.2, trainer/ppo_utils/samples_generator.py)."""
         return SamplingParams(
             temperature=temperature,
             top_p=top_p,
-            max_tokens=self.args.rollout.max_new_tokens,  # None: what --data.max_len leaves
+            max_tokens=self.args.rollout.max_new_tokens,  # None: up to --data.max_len
             min_tokens=1,
             skip_special_tokens=False,
             logprobs=1 if with_log_probs else None,
         )
 
     def request(self, prompt: tuple[Any, ...], number: int) -> Request:
-        """For all responses to a prompt (text, label, images) that is trained on."""
+        """Make the request for all responses to a training prompt (text, label, images)."""
         return self._request(prompt, number, _TRAINING, self.args.rollout.n_samples_per_prompt)
 
     def _request(self, prompt: tuple[Any, ...], number: int, stream: int, samples: int) -> Request:
@@ -201,7 +202,7 @@ class Sampler:
         )
 
     def variables_of(self, prompt: str) -> Mapping[str, Any]:
-        """What the chat template was given for a prompt of the run's, besides messages and tools."""
+        """Return the chat template's variables for one of the run's prompts."""
         data_sets = [getattr(loader, "dataset", None) for loader in (self._prompts, self._held_out)]
         for variables in (getattr(data_set, "variables", {}) for data_set in data_sets):
             if prompt in variables:
@@ -216,8 +217,8 @@ class Sampler:
         seen: Rollout,
         filters: bool = False,
     ) -> Mapping[int, list[Row]]:
-        """The groups of the next ``count`` prompts, by number; fewer at the end of ``requests``, which ``seen`` notes
-        beside the tokens that were sampled and the prompts that were dropped.
+        """Sample the groups of the next ``count`` prompts, by number; fewer at the end of ``requests``. ``seen`` notes
+        that end, sampled tokens and dropped prompts.
         """
         groups: dict[int, list[Row]] = {}
         asked = Groups(self, params)
@@ -244,7 +245,7 @@ class Sampler:
         return groups
 
     def kept(self, parts: Parts, seen: Rollout, may_drop: int, filters: bool) -> list[Row]:
-        """The rows of a group that is complete; none if a part of it was dropped, or the filter drops it.
+        """Return the rows of a complete group; none if a part of it was dropped, or the filter drops it.
 
         Raises:
             TrainingStopped: more than ``may_drop`` prompts were dropped because their reward or agent failed.
@@ -257,23 +258,23 @@ class Sampler:
 
     @staticmethod
     def may_drop(prompts: int) -> int:
-        """How many of so many prompts may be dropped."""
+        """Return how many of ``prompts`` may be dropped."""
         return max(1, int(_MAY_DROP * prompts))
 
-    def shares(self, request: Request) -> Sequence[Request]:
-        """Who is asked for the responses to a prompt that is trained on, in the order of the group's rows."""
+    def split(self, request: Request) -> Sequence[Request]:
+        """Split a training prompt's request among samplers, in the order of the group's rows; here, keep it whole."""
         return [request]
 
     def in_place_of(self, request: Request, error: Exception) -> Request:
-        """What to ask in place of a request that has failed; raises ``error`` if no engine's death explains it."""
+        """Return the request to repeat after a failure; raises ``error`` if no engine's death explains it."""
         self._recover(error)
         return request._replace(engine=None)
 
     def on_filtered(self, rows: Sequence[Row]) -> None:
-        """The filter does not let this group through."""
+        """Called with a group that the filter drops."""
 
     def _complete(self, group: Parts, seen: Rollout, may_drop: int) -> list[Row]:
-        """A group's rows in their order; none if a part of it was dropped.
+        """Return a group's rows in their order; none if a part of it was dropped.
 
         Raises:
             TrainingStopped: too many prompts of the rollout were dropped.
@@ -285,10 +286,10 @@ class Sampler:
                 seen.dropped += 1
                 if seen.dropped > may_drop:
                     raise TrainingStopped(
-                        f"The reward or agent failed for {seen.dropped} prompts of a rollout, more than a tenth of it."
-                        f" The last: {part.reason}"
+                        f"The reward or agent failed for {seen.dropped} prompts of a rollout, more than a tenth of "
+                        f"it. The last failure: {part.reason}"
                     )
-                print(f"Warning: a prompt is dropped. {part.reason}", flush=True)
+                print(f"Warning: dropped a prompt. {part.reason}", flush=True)
                 return []
             rows += part
         seen.tokens += sum(row.num_actions for row in rows)
@@ -296,11 +297,11 @@ class Sampler:
 
     def _is_filtered(self, rows: Sequence[Row]) -> bool:
         """True if dynamic sampling replaces the group: its mean score is outside ``--algo.dynamic_filtering_range``,
-        or its responses do not differ in their scores, or in what the estimator compares.
+        or all its responses are equal, in their scores or in what the estimator compares.
 
-        OpenRLHF's filter sees only the mean score, which lies in its range for eight scores of 0.3 too (0.11.2,
+        OpenRLHF's filter looks only at the mean score, which is in its range for eight scores of 0.3 too (0.11.2,
         trainer/ppo_utils/samples_generator.py, _generate_vllm)."""
-        if any(row.reward is None for row in rows):  # a reward model's come later
+        if any(row.reward is None for row in rows):  # a reward model scores later
             return False
         low, high = self.args.algo.dynamic_filtering_range
         rewards = torch.tensor([row.reward for row in rows])
@@ -313,6 +314,6 @@ class Sampler:
 
 
 def _prompts(loader: Iterator[Any]) -> Iterator[tuple[Any, ...]]:
-    """(prompt, label, images) of each prompt in upstream's batches."""
+    """Yield (prompt, label, images) of each prompt in upstream's batches."""
     for _, texts, labels, images in loader:
         yield from zip(texts, labels, images, strict=True)

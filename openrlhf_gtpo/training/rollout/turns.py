@@ -1,9 +1,9 @@
-"""Agents in several turns, for ``--train.agent_func_path``: a conversation between the policy and an environment.
+"""Agents in several turns, for ``--train.agent_func_path``: conversations between the policy and an environment.
 
-Tokens are only ever appended: what was sampled in a turn is what is trained on, and rendering the conversation again
-would give other tokens where a template prints earlier turns differently. What stands between two turns, the end of
-the policy's message included if it was not sampled, is the template's and the environment's: no action, and so without
-credit, and in no mean, length or denominator.
+Tokens are only appended, because the policy trains on exactly what it sampled: to render the conversation again would
+give other tokens where a template prints earlier turns differently. Tokens between two turns come from the template
+and the environment, also the end of the policy's message if it was not sampled. They are not actions: they get no
+advantage and count in no mean, length or denominator.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from openrlhf.utils.agent import AgentExecutorBase
 from openrlhf_gtpo.errors import UsageError, one_line
 from openrlhf_gtpo.training.checks.model import special_texts, special_tokens
 
-# What the chat template was given for the prompt of the current task; it is given this in each turn.
+# The chat template's variables for the current task's prompt, and for each of its turns.
 template_variables: ContextVar[Mapping[str, Any]] = ContextVar("template_variables", default=MappingProxyType({}))
 
 _closing: set[asyncio.Task[None]] = set()  # asyncio itself keeps no reference to a task
@@ -29,11 +29,11 @@ _ANSWER, _REPLY = "\u2460answer\u2460", "\u2461reply\u2461"  # stand for texts i
 
 
 class Environment(ABC):
-    """What the policy talks to in one response.
+    """The environment of one response, which the policy talks to.
 
     Args:
-        prompt: as the policy reads it, special tokens included.
-        label: the row's.
+        prompt: the prompt as the policy reads it, with special tokens.
+        label: the row's label.
     """
 
     def __init__(self, prompt: str, label: Any) -> None:
@@ -41,29 +41,30 @@ class Environment(ABC):
 
     @abstractmethod
     async def reply(self, text: str) -> str | None:
-        """The environment's answer to what the policy said, special tokens such as a tool call's included but for the
-        one that ended the turn; None ends the conversation."""
+        """Answer the policy; None ends the conversation. ``text`` has special tokens, such as a tool call's, but not
+        the token that ended the turn."""
 
     @abstractmethod
     async def score(self) -> tuple[float, dict[str, float | str]]:
-        """The reward of the conversation, however it ended, and ``extra_logs``: the same names each time."""
+        """Return the reward of the conversation, however it ended, and ``extra_logs`` with the same names each
+        time."""
 
     async def close(self) -> None:  # noqa: B027  # few environments hold anything
-        """Nothing follows, whether or not there was a score, or another response of the group failed."""
+        """Release resources. Called at the end in any case, with or without a score."""
 
 
 class TurnsExecutor(AgentExecutorBase):
     """An ``AgentExecutor`` for an agent file: a derived class names its ``environment``.
 
-    A turn has at most ``--rollout.max_new_tokens`` tokens. A conversation that has no room for the environment's
-    answer within ``--data.max_len``, or whose last turn was cut off, is truncated, and scored as it is.
+    A turn has at most ``--rollout.max_new_tokens`` tokens. A conversation is truncated, and scored as it is, if the
+    environment's answer does not fit within ``--data.max_len`` or if its last turn was cut off.
 
     Attributes:
-        environment: makes the environment of a response.
-        turns: the most turns of the policy.
+        environment: the class of a response's environment.
+        turns: maximum turns of the policy.
         stop: texts that end a turn, and stay in it.
-        role: of the environment's messages.
-        variables: for the chat template, where the run and the row say nothing else.
+        role: role of the environment's messages.
+        variables: defaults of the chat template's variables, which those of run and row override.
     """
 
     environment: type[Environment]
@@ -87,7 +88,7 @@ class TurnsExecutor(AgentExecutorBase):
         environment = self.environment(prompt, label)
         try:
             for turn in range(1, self.turns + 1):
-                # The policy.
+                # The policy speaks, within the room that is left.
                 params = deepcopy(sampling_params)
                 room = max_length - len(tokens)
                 params.max_tokens = min(room, params.max_tokens or room)
@@ -99,7 +100,7 @@ class TurnsExecutor(AgentExecutorBase):
                 if answer.logprobs is not None:
                     log_probs += [of[token].logprob for token, of in zip(sampled, answer.logprobs, strict=True)]
                 truncated = answer.finish_reason == "length"
-                # The environment.
+                # The environment answers, unless the conversation ends here.
                 stopped_by = getattr(answer, "stop_reason", None)  # a token's id or a text; None for the usual token
                 is_end = sampled and (isinstance(stopped_by, int) or sampled[-1] in special_tokens(hf_tokenizer))
                 end = sampled[-1:] if answer.finish_reason == "stop" and is_end else []
@@ -112,6 +113,7 @@ class TurnsExecutor(AgentExecutorBase):
                     truncated = True
                     break
                 tokens, log_probs = tokens + between, log_probs + [0.0] * len(between)
+            # The reward, for the whole conversation.
             reward, logs = await environment.score()
         finally:
             closing = asyncio.ensure_future(environment.close())
@@ -132,10 +134,10 @@ class TurnsExecutor(AgentExecutorBase):
         }
 
     def _between(self, tokenizer: Any, reply: str, end: list[int]) -> list[int]:
-        """The tokens from the end of what was sampled to the beginning of the policy's next turn.
+        """Return the tokens from the last sampled token to the beginning of the policy's next turn.
 
         Args:
-            end: the token that ended the turn, if it has one. The template's own, which may be another, is left out.
+            end: the token that ended the turn, if it has one. The template's end token, which may differ, is left out.
         """
         variables = {**self.variables, **template_variables.get()}
         closing, before, after = between_turns(tokenizer, self.role, variables)
@@ -144,7 +146,7 @@ class TurnsExecutor(AgentExecutorBase):
         def ids_of(text: str, **options: Any) -> list[int]:
             return list(tokenizer(text=text, add_special_tokens=False, **options)["input_ids"])
 
-        if special_texts(tokenizer).search(reply):  # it would end its turn, and begin another
+        if special_texts(tokenizer).search(reply):  # could end its turn and begin another
             inner = ids_of(reply, split_special_tokens=True)
             assert not special_texts(tokenizer).search("".join(special.get(token, "") for token in inner))
             ids = [*ids_of(closing + before), *inner, *ids_of(after)]
@@ -157,11 +159,11 @@ class TurnsExecutor(AgentExecutorBase):
 
 
 def check_turns(executor: type[Any], tokenizer: Any, variables: Mapping[str, Any]) -> None:
-    """Refuse an agent whose second turn the chat template of the model does not print.
+    """Refuse an agent whose second turn the model's chat template does not print.
 
     Args:
-        executor: an agent's; one that is no :class:`TurnsExecutor` makes its turns itself.
-        variables: the run's for the template.
+        executor: the agent's class; if it is not a :class:`TurnsExecutor`, it makes its turns itself.
+        variables: the run's variables for the template.
     """
     is_ours = isinstance(executor, type) and issubclass(executor, TurnsExecutor)
     if is_ours and executor._between is TurnsExecutor._between and executor.turns > 1:
@@ -174,11 +176,11 @@ def check_turns(executor: type[Any], tokenizer: Any, variables: Mapping[str, Any
 def between_turns(
     tokenizer: Any, role: str, variables: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[str, str, str]:
-    """What a chat template prints between an answer of the policy and its next one: the end of the answer's turn, and
-    what stands before and after the environment's message, of ``role``.
+    """Return what a chat template prints between two turns of the policy: the end of the first turn, and the texts
+    before and after the environment's message of ``role``.
 
     Raises:
-        UsageError: the template has no such turns.
+        UsageError: the template does not print such turns.
     """
     messages = [
         {"role": "user", "content": "question"},
@@ -190,11 +192,11 @@ def between_turns(
     except Exception as error:  # templates are programs
         raise UsageError(f"The chat template does not print a turn of {role}: {one_line(error)}.") from error
     if text.count(_ANSWER) != 1 or text.count(_REPLY) != 1:
-        raise UsageError(f"The chat template does not print the assistant's turn and that of {role} once each.")
+        raise UsageError(f"The chat template does not print an assistant's turn and a turn of {role} once each.")
     before, _, after = text.partition(_ANSWER)[2].partition(_REPLY)
     try:
         ended = tokenizer.apply_chat_template(messages[:2], tokenize=False, **variables)
-    except Exception:  # of a template that wants a question at the end
+    except Exception:  # from a template that needs a question at the end
         ended = text
     closing = os.path.commonprefix([before, ended.partition(_ANSWER)[2]])
     return closing, before[len(closing) :], after

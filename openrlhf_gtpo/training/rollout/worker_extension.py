@@ -1,7 +1,7 @@
-"""The extension of vLLM's workers: upstream's own updates (CUDA IPC, Ray transfer), the bucketed transfer, and
-samplers that report entropies.
+"""The extension of vLLM's workers: upstream's updates (CUDA IPC, Ray transfer), the bucketed transfer, and samplers
+that report entropies.
 
-vLLM imports this by name in its engine processes, which Ray's worker hook does not reach.
+vLLM imports it by name in its engine processes, which Ray's worker hook does not reach.
 """
 
 from openrlhf.trainer.ray.vllm_worker_wrap import WorkerWrap
@@ -11,7 +11,7 @@ from openrlhf_gtpo.weight_sync.receiver import WeightReceiver
 
 
 class WorkerExtension(WeightReceiver, WorkerWrap, ReportsPeakMemory):
-    """Adds the methods of its three base classes, which share no name, and one of its own to vLLM's worker."""
+    """Methods that vLLM's worker gets: from three base classes, which have no name in common, and one of its own."""
 
     def capture_entropy(self, temperature: float) -> str | None:
         """See ``vllm_sampler.capture``."""

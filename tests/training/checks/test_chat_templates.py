@@ -210,7 +210,7 @@ def test_a_row_keeps_its_own_system_message(chat: Any, tmp_path: Path) -> None:
     ("template", "flags", "row", "why"),
     [
         (QWEN, {"chat_template_kwargs": "[1]"}, {}, "expected a JSON object"),
-        (QWEN, {"chat_template_kwargs": "{enable"}, {}, "no JSON"),
+        (QWEN, {"chat_template_kwargs": "{enable"}, {}, "not JSON"),
         (QWEN, {"chat_template_kwargs": '{"tools": []}'}, {}, "--data.tools_key"),
         (QWEN, {"chat_template_kwargs_key": "chat"}, {"chat": "[1]"}, "--data.chat_template_kwargs_key"),
         (QWEN, {"chat_template_kwargs_key": "chat"}, {}, "no row has a column 'chat'"),
@@ -292,15 +292,15 @@ def test_bos_that_training_does_not_add_is_named(chat: Any, capsys: pytest.Captu
         single="^ $A", special_tokens=[("^", tokenizer.bos_token_id)]
     )
     tokenizer.save_pretrained(folder)
-    assert "BOS, and" not in notes(command, capsys)  # the template prints it
+    assert "BOS, but" not in notes(command, capsys)  # the template prints it
     plain = command | {"--data.apply_chat_template": None}
     assert "--data.input_template '^{}'" in notes(plain, capsys)
-    assert "BOS, and" not in notes(plain | {"--data.input_template": "^{}"}, capsys)
+    assert "BOS, but" not in notes(plain | {"--data.input_template": "^{}"}, capsys)
 
 
 def test_flags_without_a_template_are_named(chat: Any, capsys: pytest.CaptureFixture[str]) -> None:
     parse(argv_of(chat(QWEN, system_prompt="Be brief.") | {"--data.apply_chat_template": None}))
-    assert "--data.system_prompt (there is no --data.apply_chat_template)" in capsys.readouterr().err
+    assert "--data.system_prompt (needs --data.apply_chat_template)" in capsys.readouterr().err
 
 
 def test_a_file_that_says_nothing_is_refused(chat: Any) -> None:

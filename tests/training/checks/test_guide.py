@@ -103,7 +103,10 @@ def test_a_guide_with_another_tokenizer_is_refused_with_the_first_token_that_dif
         (other / "tokenizer.json").write_text(json.dumps(tokenizer))
         message = refused(guided | {"--algo.guide.model_name_or_path": other})
         place, there, here = first
-        assert f"a different tokenizer from the policy's: token {place} is {there} there and {here} here" in message
+        assert (
+            f"another tokenizer than the policy: token {place} is {there} for the guide and {here} for the policy"
+            in message
+        )
 
 
 def test_an_endpoint_needs_the_tokenizer_alone(
@@ -114,7 +117,7 @@ def test_an_endpoint_needs_the_tokenizer_alone(
     served = guided | {"--algo.guide.model_name_or_path": other}
     assert "no weights" in refused(served)
     message = refused(served | {"--algo.guide.endpoint": "http://127.0.0.1:9/v1", "--rollout.temperature": 0.7})
-    assert "--algo.guide.endpoint http://127.0.0.1:9/v1 does not answer as vLLM's http://HOST:PORT/v1 would" in message
+    assert "--algo.guide.endpoint http://127.0.0.1:9/v1 does not answer like vLLM's http://HOST:PORT/v1: " in message
 
 
 def test_its_own_code_is_refused(guided: dict[str, Any], model: Path, tmp_path: Path, refused: Any) -> None:

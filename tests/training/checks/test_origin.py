@@ -99,7 +99,7 @@ def test_what_differs_is_named_or_refused(
                     again.controller.fit()
             else:
                 again.controller.fit()
-                assert f"Going on after step {step}: {flag} is now {value}, was " in capsys.readouterr().out
+                assert f"Resuming after step {step}: {flag} is now {value}, was " in capsys.readouterr().out
 
 
 def prompts_of(run: Any) -> list[str]:

@@ -63,9 +63,9 @@ def test_a_replay_needs_neither_engine_nor_prompts_nor_reward(
     [
         ({"version": 1}, "is of version 1, which lacks what a replay needs; dump the step again."),
         ({"batch_rows": 16}, "holds 4 of the step's 16 responses, .*; dump with --logger.dump_rows 16."),
-        ({"vocabulary": "x"}, "has token ids from the vocabulary of other, which is not that of --actor.model_name"),
+        ({"vocabulary": "x"}, "has token ids from the vocabulary of other, but --actor.model_name"),
         ({"table": {"group": [0, 0, 1, 1]}}, "has 2 responses to a prompt; give --rollout.n_samples_per_prompt 2"),
-        ({"temperature": 0.7}, "was sampled at 0.7, not at --rollout.temperature 1, .*; give the same."),
+        ({"temperature": 0.7}, "was sampled at temperature 0.7, but .* at --rollout.temperature 1; give the same."),
     ],
 )
 def test_a_dump_that_cannot_be_replayed(
@@ -90,7 +90,7 @@ def test_files_that_are_no_whole_dumps(refused: Callable[..., str], dump: Callab
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"--logger.dump_rollouts": 1}, "cannot be combined with --logger.dump_rollouts, which would write again"),
+        ({"--logger.dump_rollouts": 1}, "cannot be combined with --logger.dump_rollouts, which would write the same"),
         (
             {"--algo.advantage.estimator": "group_norm", "--data.max_images_per_prompt": 1},
             "--data.max_images_per_prompt 1 cannot be combined with rows that the run does not sample",
@@ -101,8 +101,8 @@ def test_files_that_are_no_whole_dumps(refused: Callable[..., str], dump: Callab
             | {"--algo.advantage.is_correction_level": "token"},
             "cannot be combined with --train.async_enable",
         ),
-        ({"--rollout.entropy": "sampler"}, "has no entropies of the sampler; give --rollout.entropy actor."),
-        ({"--algo.advantage.is_correction_level": "token"}, "has no log-probs of the sampler, which .*; give off."),
+        ({"--rollout.entropy": "sampler"}, "has no entropies from the sampler; give --rollout.entropy actor."),
+        ({"--algo.advantage.is_correction_level": "token"}, "has no log-probs from the sampler, which .*; give off."),
     ],
 )
 def test_flags_that_a_replay_does_not_go_with(
@@ -116,9 +116,9 @@ def test_flags_that_a_replay_does_not_go_with(
     [
         (
             {"--algo.kl.unbiased_gradient": True, "--algo.kl.use_loss": True, "--algo.kl.init_coef": 0.1},
-            "which the ratio of --algo.kl.unbiased_gradient takes for the old",
+            "which --algo.kl.unbiased_gradient would treat as the old",
         ),
-        ({"--algo.advantage.estimator": "gae"}, "has rows of a guide, whose worth the critic of gae would learn;"),
+        ({"--algo.advantage.estimator": "gae"}, "has rows of a guide, from which the critic of gae must not learn;"),
     ],
 )
 def test_a_guides_rows_are_not_replayed_with_what_a_guide_does_not_go_with(

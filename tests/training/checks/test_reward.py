@@ -67,7 +67,7 @@ def test_a_reward_that_is_not_there(refused: Callable[..., str], tmp_path: Path)
     assert refused({"--reward.remote_url": tmp_path / "no.py"}).endswith(
         f"No such file or directory: '{tmp_path}/no.py'"
     )
-    assert refused({"--reward.remote_url": None}).startswith("There is no reward: give --reward.remote_url")
+    assert refused({"--reward.remote_url": None}).startswith("The run has no reward: give --reward.remote_url")
     assert "--reward.model_name_or_path" in refused(
         {"--reward.remote_url": None, "--reward.model_name_or_path": tmp_path / "no"}
     )

@@ -78,10 +78,10 @@ def test_a_folder_that_cannot_be_written(
     """Training would hear of it at its first checkpoint, or at its end."""
     file = tmp_path / "train.jsonl"
     if flag == "--ckpt.output_dir":
-        assert refused({flag: file / "out"}).startswith(f"{flag} {file}/out cannot be written, because of {file};")
+        assert refused({flag: file / "out"}).startswith(f"{flag} {file}/out cannot be written to, because {file} ")
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # mocked, since root may write anywhere
     path = tmp_path / "not" / "yet"
-    assert refused({flag: path}).startswith(f"{flag} {path} cannot be written, because of {tmp_path};")
+    assert refused({flag: path}).startswith(f"{flag} {path} cannot be written to, because {tmp_path} ")
 
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])
@@ -100,7 +100,7 @@ def test_a_cluster_that_does_not_answer(
 def test_a_dashboard_is_no_cluster_to_join(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("RAY_ADDRESS", f"http://127.0.0.1:{server.getsockname()[1]}")
-        assert "(a dashboard, which takes `ray job submit`); start one there, or unset" in refused({})
+        assert "(it is a dashboard; use `ray job submit` with it); start one there, or unset" in refused({})
 
 
 def test_the_engines_are_told_their_sizes(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_folder_that_one_node_does_not_share_is_refused_and_left_clean(tmp_path: Path, elsewhere: Path) -> None:
     nodes = [node("n1", 1), node("n2", 1)]
     run = tmp_path / "checkpoints"
-    with pytest.raises(UsageError, match="does not exist on node n2, and all 2 nodes must"):
+    with pytest.raises(UsageError, match="does not exist on node n2, but all 2 nodes must"):
         check_shared_folder(str(run), nodes)
     elsewhere.mkdir()
     with pytest.raises(UsageError, match=f"--ckpt.path {run} is another folder on node n2"):
@@ -157,7 +157,7 @@ def test_a_disk_that_cannot_do_what_a_checkpoint_needs_is_refused_before_the_sta
     check()
     monkeypatch.setattr(os, function, refuse)
     check(disable_ds=True)
-    with pytest.raises(UsageError, match=f"--ckpt.path .* is on a disk that cannot {named}, as a checkpoint needs"):
+    with pytest.raises(UsageError, match=f"--ckpt.path .* is on a disk that cannot {named}, which checkpoints need"):
         check()
     assert not list(tmp_path.iterdir())
 
@@ -171,7 +171,7 @@ def test_a_disk_on_which_no_checkpoint_fits_is_refused(model, tmp_path, monkeypa
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
     check(saving(model, tmp_path / "not" / "yet"))
     free -= 1
-    with pytest.raises(UsageError, match=r"0\.2 MB free, and one checkpoint of .* takes about 0\.2 MB; free some"):
+    with pytest.raises(UsageError, match=r"0\.2 MB free, but one checkpoint of .* takes about 0\.2 MB; free some"):
         check(saving(model, tmp_path))
     for unchecked in (
         saving(model, tmp_path, save_steps=math.inf),
@@ -181,7 +181,7 @@ def test_a_disk_on_which_no_checkpoint_fits_is_refused(model, tmp_path, monkeypa
         check(unchecked)
     free = 15107 * 2 - 1
     with pytest.raises(
-        UsageError, match=r"--ckpt.output_dir .*, and the trained model takes about 0\.0 MB; free some"
+        UsageError, match=r"--ckpt.output_dir .*, but the trained model takes about 0\.0 MB; free some"
     ):
         check(saving(model, tmp_path, save_steps=math.inf))
 

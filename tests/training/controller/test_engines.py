@@ -151,11 +151,11 @@ def test_a_death_is_told_in_its_last_sentence_and_not_in_the_middle_of_a_traceba
 
 
 def test_what_the_prompts_of_a_dead_engine_wait_for(killed: list[Engine], capsys: pytest.CaptureFixture[str]) -> None:
-    for count, meanwhile in ((1, "its prompts wait for it"), (2, "the others answer its prompts until then")):
+    for count, meanwhile in ((1, "its prompts wait"), (2, "the others answer its prompts meanwhile")):
         serving = [Engine() for _ in range(count)]
         serving[0].state = task_error(EngineDeadError())
         assert Engines(serving, max_restarts=1, stall_timeout=0).check() == 1
-        assert f"It is being restarted; {meanwhile}." in capsys.readouterr().out
+        assert f"Restarting it; {meanwhile}." in capsys.readouterr().out
 
 
 def test_a_trainer_on_the_same_gpus_waits_until_a_lost_engine_has_started(
@@ -239,4 +239,4 @@ def test_a_hanging_engine_of_the_guide_is_killed_with_a_word(killed: list[Engine
     kill_hanging(engines, 0.1, Guide(engines, guide_arguments(0.5)).hangs)
     until(lambda: bool(killed))
     assert killed[0] is engines[1]
-    assert "Warning: engine 1 of the guide did not answer for 0.1 s; it is killed." in capsys.readouterr().out
+    assert "Warning: engine 1 of the guide did not answer for 0.1 s; killing it." in capsys.readouterr().out

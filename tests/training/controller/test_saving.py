@@ -91,7 +91,7 @@ def test_training_goes_on_without_a_checkpoint_and_tries_again(
     controller(monkeypatch, run_arguments(tmp_path, "--ckpt.save_steps", "2"), actors, prompts=20).fit()
     assert actors.saves() == [save("global_step2"), save("global_step4")] and list(actors.saved) == ["global_step4"]
     said = capsys.readouterr().out
-    assert re.search(rf"global_step2 could not be written: {re.escape(why)}\. {advice} goes on", said)
+    assert re.search(rf"global_step2 could not be written: {re.escape(why)}\. {advice} continues", said)
     warned = [row["step"] for row in read_runs(tmp_path)[-1] if "global_step2" in row.get("warning/checkpoint", "")]
     assert warned == [3]
 

@@ -86,10 +86,10 @@ def test_sigusr1_to_the_driver_is_a_request(tmp_path: Path, capsys: pytest.Captu
     args = arguments(tmp_path)
     stop.prepare(args)
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert stop.stop_file(args).exists() and "stops after this step" in capsys.readouterr().err
+    assert stop.stop_file(args).exists() and "saves a checkpoint after this step and stops" in capsys.readouterr().err
     shutil.rmtree(stop.stop_file(args).parent)
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert "SIGUSR1: the run goes on, as " in capsys.readouterr().err
+    assert "SIGUSR1: the run does not stop, because " in capsys.readouterr().err
 
 
 def test_the_driver_hands_the_request_on() -> None:

@@ -198,7 +198,9 @@ def test_dumps_are_replayed_in_the_order_of_steps_after_the_checkpoint(
     replay = ReplayedSampler(args)
     replay.begin_after(20)  # stopped, or without room for its model, after its last step: it writes the model
     assert replay.sample() == Rows([], 0, True)
-    with pytest.raises(TrainingStopped, match="has no dump after step 21, .* its last dump is of step 20"):
+    with pytest.raises(
+        TrainingStopped, match="has no dump after the checkpoint's step 21; its last dump is of step 20"
+    ):
         ReplayedSampler(args).begin_after(21)
 
 
@@ -333,7 +335,7 @@ def test_a_dump_that_fails_is_a_warning(
     (tmp_path / "rollouts").write_text("a file where the folder would be")
     _, experiences = dumped(rollout(), tmp_path, monkeypatch)
     assert experiences[0].advantages is not None
-    assert "Warning: rollouts of step 1 were not dumped to" in capsys.readouterr().out
+    assert "Warning: could not dump the rollouts of step 1 to" in capsys.readouterr().out
 
 
 def test_training_does_not_wait_for_a_dump(
@@ -347,7 +349,7 @@ def test_training_does_not_wait_for_a_dump(
     monkeypatch.setattr(RolloutDumper, "end", lambda self: None)
     dumper, experiences = dumped(rollout(), tmp_path, monkeypatch, steps=(1, 2))
     assert experiences and not list(tmp_path.rglob("*.parquet"))
-    assert "still being written; step 2's is left out" in capsys.readouterr().out
+    assert "skipped the rollout dump of step 2, because the last one is still being written" in capsys.readouterr().out
     disk.set()
     join(dumper)
     assert [path.name for path in find_dumps(tmp_path)] == ["step_000001.parquet"]

@@ -44,7 +44,7 @@ def test_of_a_mixture_what_is_not_routed_is_adapted(
         assert_names(refused(LORA | changes), names)
     else:
         run.check(run.parse(argv_of(command | LORA | changes)))
-        assert "experts and routers of a mixture get no adapters" in capsys.readouterr().err
+        assert "Experts and routers of a mixture of experts get no adapters" in capsys.readouterr().err
 
 
 def test_megatron_adapts_no_matrix_of_several(

@@ -30,7 +30,8 @@ def test_a_spike_is_named(steps: int, window: int) -> None:
     with pytest.raises(  # (5 - 1) / 0.1 is 40; 20 numbers give the spread to within about a quarter
         Restartable,
         match=rf"^actor_grad_norm of step {steps + 1} is 5, [3-5]\d\.\d robust standard deviations above the "
-        rf"(1\.\d+|0\.9\d+) of the {window} steps before it \(--train\.spike_zscore 8\)\. It is not saved\.$",
+        rf"median (1\.\d+|0\.9\d+) of the {window} steps before it \(--train\.spike_zscore 8\)\. "
+        r"The step is not saved\.$",
     ):
         spikes.on_step(steps + 1, {"actor_grad_norm": 5.0})
 

@@ -32,10 +32,11 @@ Ratios = Mapping[int, tuple[np.ndarray, np.ndarray]]  # from ``TokenRatios``, by
 
 
 class RolloutDumper(ControllerFeature):
-    """Writes every ``--logger.dump_rollouts``-th step's rollouts, at most ``--logger.dump_rows`` rows in whole groups.
+    """Writes the rollouts of every ``--logger.dump_rollouts``-th step: whole groups, at most ``--logger.dump_rows``
+    rows.
 
-    It draws from none of the run's random generators. A dump that fails, or that is skipped because the last one is
-    still being written, only causes a warning. A step in which training fails is dumped too, without ratios.
+    It does not use the run's random generators. A dump that fails, or is skipped because the last one is still being
+    written, only causes a warning. A step whose training fails is dumped too, without ratios.
     """
 
     def __init__(self, args: Arguments) -> None:
@@ -43,20 +44,23 @@ class RolloutDumper(ControllerFeature):
         self._credit = entropy_credit(args)
         self._folder = Path(args.ckpt.path) / FOLDER
         self._thread: threading.Thread | None = None
-        self._ratios: SimpleQueue[Ratios] = SimpleQueue()  # of the step that is being dumped
+        self._ratios: SimpleQueue[Ratios] = SimpleQueue()  # of the step in the current dump
 
     def begin(self, run: Any) -> None:
         self._run, self._tokenizer, self._max_steps = run, run.tokenizer, run.max_steps
 
     def on_batch(self, batch: RolloutBatch, experiences: Sequence[Experience]) -> None:
-        """Start writing a step whose advantages have been computed. Its tensors must not change; training takes the
-        ``experiences`` apart meanwhile, so the thread gets shallow copies. In place of labels, which the rewards have
-        already read, training gets the numbers of the rows whose ratios the dump needs."""
-        step, args = self._run.step + 1, self.args  # the number that it is logged under
+        """Start writing a step once it has advantages. Its tensors must not change. Training takes the ``experiences``
+        apart meanwhile, so the thread gets shallow copies. Instead of labels, which only rewards need, training gets
+        the numbers of the rows whose ratios the dump needs."""
+        step, args = self._run.step + 1, self.args  # the step's number in the log
         late = self._thread is not None and self._thread.is_alive()
         groups: set[int] = set()
         if step % args.logger.dump_rollouts == 0 and late:
-            print(f"Warning: the last rollout dump is still being written; step {step}'s is left out.", flush=True)
+            print(
+                f"Warning: skipped the rollout dump of step {step}, because the last one is still being written.",
+                flush=True,
+            )
         elif step % args.logger.dump_rollouts == 0:
             total = int(batch.group_ids.max()) + 1
             count = min(total, max(1, args.logger.dump_rows // args.rollout.n_samples_per_prompt))
@@ -69,20 +73,20 @@ class RolloutDumper(ControllerFeature):
                 name="rollout-dump",
             )
             self._thread.start()
-        if step <= args.critic.freezing_steps + 1:  # the actor trains on these rows later, beside those of other steps
+        if step <= args.critic.freezing_steps + 1:  # the actor trains on these rows later, with other steps' rows
             groups = set()
         for experience in experiences:
             experience.labels = [row if int(batch.group_ids[row]) in groups else None for row in experience.index]
 
     def on_step(self, step: int, metrics: dict[str, Any]) -> None:
-        """Complete the dump of this step, if there is one, with what each rank's loss has seen."""
+        """Complete this step's dump, if there is one, with the ratios from each rank's loss."""
         if step % self.args.logger.dump_rollouts == 0:
             ranks = self._run.models.actor._actor_handlers
             taken = ray.get([rank.__ray_call__.remote(take_ratios) for rank in ranks])
             self._ratios.put({row: seen for ratios in taken for row, seen in ratios.items()})
 
     def end(self) -> None:
-        """Wait until a dump in progress is written; a step whose training has not ended gets no ratios."""
+        """Wait until the current dump is written; a step whose training has not ended gets no ratios."""
         if self._thread:
             self._ratios.put({})
             self._thread.join()
@@ -104,15 +108,15 @@ class RolloutDumper(ControllerFeature):
             for part, name in enumerate(("ratio", "clipped")):
                 columns[name] = [seen[row["row"]][part][_of_response(row)] for row in rows] if seen else None
             write_dump(path, self._settings(step, rollout, batch), columns)
-        except Exception as error:  # a full disk, a tokenizer that cannot decode: no reason to lose the run
-            print(f"Warning: rollouts of step {step} were not dumped to {path}: {error}", flush=True)
+        except Exception as error:  # a full disk or a tokenizer that cannot decode must not end the run
+            print(f"Warning: could not dump the rollouts of step {step} to {path}: {error}", flush=True)
 
     def _settings(self, step: int, rollout: Rollout, batch: RolloutBatch) -> dict[str, Any]:
         args = self.args
         return {
             "openrlhf_gtpo": __version__,
             "step": step,
-            "policy_version": rollout.version,  # the steps that the sampling policy was trained for
+            "policy_version": rollout.version,  # training steps of the sampling policy
             "model": str(args.actor.model_name_or_path),
             "seed": args.train.seed,
             "temperature": args.rollout.temperature,
@@ -130,6 +134,7 @@ class RolloutDumper(ControllerFeature):
     def _rows(
         self, batch: RolloutBatch, experiences: Sequence[Experience], groups: set[int]
     ) -> Iterator[dict[str, Any]]:
+        # Each row of these groups: its own columns of the batch's tensors, from the last prompt token on.
         decode = lru_cache(maxsize=2**16)(
             partial(self._tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         )
@@ -174,7 +179,7 @@ class RolloutDumper(ControllerFeature):
 
 
 def _of_response(row: Mapping[str, Any]) -> slice:
-    """The columns of an action mask that belong to a dumped row's ``tokens``."""
+    """Return the columns of an action mask that belong to a dumped row's ``tokens``."""
     first = len(row["prompt_tokens"]) - 1
     return slice(first, first + len(row["tokens"]))
 
@@ -189,10 +194,10 @@ def _label(label: Any) -> dict[str, str]:
 
 
 def pieces(tokens: Sequence[int], decode: Callable[[tuple[int, ...]], str]) -> Iterator[str]:
-    """The text that each token adds to those before it; if several tokens make a character, the last has all of it.
+    """Yield the text that each token adds; if several tokens make a character, the last one has all of it.
 
-    A tokenizer may drop the leading space of a first token and writes U+FFFD for part of a character, so each token is
-    decoded with those before it.
+    Each token is decoded with its predecessors, because a tokenizer may drop the leading space of a first token and
+    writes U+FFFD for part of a character.
     """
     begin, complete, said = 0, 0, ""  # said: the text of tokens[begin:complete], with which the next text begins
     for end in range(1, len(tokens) + 1):

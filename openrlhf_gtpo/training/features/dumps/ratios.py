@@ -9,29 +9,29 @@ from openrlhf_gtpo.training.credit.loss import LossFeature, LossInputs, LossOutp
 
 
 class TokenRatios(LossFeature):
-    """Keeps what the loss tells of the rows that go into a dump until :meth:`take` is called.
+    """Ratios and clips of a dump's rows from the loss, until :meth:`take` is called.
 
-    ``RolloutDumper`` puts each row's place in the step's batch, None if no dump has it, in the experiences'
-    ``labels``, which only rewards need.
+    ``RolloutDumper`` puts each row's place in the step's batch into the experiences' ``labels``, which only rewards
+    need; None for rows outside the dump.
     """
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}
 
     def take(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-        """Return what was seen since the last call, by row, from the last epoch: (T,) ratios pi / pi_old, 1 outside
-        the action mask, and (T,) bool, True where the clip decided; at sequence level it decides for whole rows."""
+        """Return the values since the last call, by row, from the last epoch: (T,) ratios pi / pi_old, 1 outside the
+        action mask; and (T,) bool, True where the clip was active, at sequence level for whole rows."""
         seen, self._seen = self._seen, {}
         return {row: (ratio.cpu().numpy(), clipped.cpu().numpy()) for row, (ratio, clipped) in seen.items()}
 
     def loss_outputs(self, inputs: LossInputs, outputs: LossOutputs) -> None:
-        """Keep ratio and clip of the rows of a dump."""
+        """Keep ratio and clip of a dump's rows."""
         for row, ratio, clipped in zip(inputs.labels, outputs.ratio, outputs.clipped):
             if row is not None:
                 self._seen[row] = ratio, clipped
 
 
 def take_ratios(actor: Any) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """Called in a rank that trains: what its loss has seen since the last call."""
+    """Return a training rank's values since the last call; runs in the rank."""
     [ratios] = [feature for feature in actor.trainer.loss_features if isinstance(feature, TokenRatios)]
     return ratios.take()

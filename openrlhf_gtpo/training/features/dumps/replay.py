@@ -1,4 +1,4 @@
-"""Rollouts from dumps in place of sampled ones (``--train.replay_rollouts``)."""
+"""Rollouts from dumps instead of engines (``--train.replay_rollouts``)."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,14 +17,14 @@ from openrlhf_gtpo.training.rows import Rollout, Row
 
 
 class ReplayedSampler:
-    """Stands in for the sampler and for the prompts' loader; a replay has neither, and is one episode.
+    """The sampler of a replay, and its loader of prompts. A replay is one episode.
 
     Args:
         args: the run's arguments, checked (see ``check_dumps``).
 
     Attributes:
         step: the step of the dump returned last.
-        max_steps: optimizer steps of the dumped run, from which its learning rates follow.
+        max_steps: optimizer steps of the dumped run, for its learning-rate schedule.
         drawn, of_pass: as in ``Sampler``.
     """
 
@@ -41,28 +41,28 @@ class ReplayedSampler:
         return len(self._files)
 
     def state_dict(self) -> dict[str, Any]:
-        return {}  # the step's number says where a replay goes on
+        return {}  # a resumed replay continues after the step's number
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Ignore ``state``: a replay that goes on from a checkpoint has no use for the position in the prompts."""
+        """Ignore ``state``: a resumed replay does not need the position in the prompts."""
 
     def begin_after(self, step: int) -> None:
-        """Leave out the dumps up to ``step``, on which the checkpoint to go on from was trained. If none is left, the
-        run only writes its model.
+        """Skip the dumps up to ``step``, which the checkpoint was trained on. If none is left, the run only writes its
+        model.
 
         Raises:
-            TrainingStopped: the checkpoint is of a step after the last dump.
+            TrainingStopped: the checkpoint's step comes after the last dump.
         """
         last = max(self._files)
         self._files = {number: path for number, path in self._files.items() if number > step}
         if step > last:
             raise TrainingStopped(
-                f"--train.replay_rollouts {self._args.train.replay_rollouts} has no dump after step {step}, the step "
-                f"of the checkpoint; its last dump is of step {last}. Give an earlier checkpoint with --ckpt.load_tag."
+                f"--train.replay_rollouts {self._args.train.replay_rollouts} has no dump after the checkpoint's step "
+                f"{step}; its last dump is of step {last}. Give an earlier checkpoint with --ckpt.load_tag."
             )
 
     def sample(self) -> Rollout:
-        """The rows of the next dump."""
+        """Return the rollout in the next dump."""
         if not self._files:  # in an episode after the first
             return Rollout([], 0, True)
         self.step = min(self._files)
@@ -71,13 +71,14 @@ class ReplayedSampler:
 
 
 def read_rows(dump: RolloutDump, args: Arguments) -> list[Row]:
-    """The rows of a dump, as the sampler gave them.
+    """Return the rows of a dump as the sampler returned them.
 
-    Tokens, masks, outcomes and the engine's log-probs are the dump's. So are the old policy's entropies and log-probs,
-    as ``values``, if ``args`` take those of the sampler; otherwise the actor computes them again.
+    Tokens, masks, outcomes and the engine's log-probs come from the dump. If ``args`` take entropies from the sampler,
+    so do the old policy's entropies and log-probs, as ``values``; otherwise the actor computes them again.
     """
     lists = ("prompt_tokens", "tokens", "mask", "log_probs", "rollout_log_probs", "entropy", "versions")
     tables = {name: dump.columns[name].rows() for name in lists if dump.columns[name] is not None}
+    # Columns of responses, padded with the prompt's part.
     rows = []
     for number, outcome in enumerate(dump.columns["outcome"].tolist()):
         prompt, tokens = tables["prompt_tokens"][number], tables["tokens"][number]
@@ -109,7 +110,7 @@ def read_rows(dump: RolloutDump, args: Arguments) -> list[Row]:
 
 
 class ReplayInController(ControllerFeature):
-    """A step has the number of its dump, and all dumps are one episode."""
+    """The replay in the controller: a step has its dump's number, and all dumps form one episode."""
 
     def sampler(self, run: Any) -> ReplayedSampler:
         self._replayed = ReplayedSampler(self.args)
@@ -119,4 +120,4 @@ class ReplayInController(ControllerFeature):
         self._replayed.begin_after(step)
 
     def begin(self, run: Any) -> None:
-        run.episode = 0  # whichever one the checkpoint is of
+        run.episode = 0  # whatever the checkpoint's episode

@@ -1,4 +1,4 @@
-"""Audits of what FP8 does to the credit (``--megatron.fp8_audit_steps``)."""
+"""Audits of FP8's effect on the credit (``--megatron.fp8_audit_steps``)."""
 
 from openrlhf_gtpo.training.credit.entropy_credit import captures_entropy
 from openrlhf_gtpo.training.feature import ControllerFeature, Feature

@@ -1,7 +1,7 @@
-"""In the controller: compares entropies of FP8's forward pass with BF16's.
+"""The FP8 audit in the controller, which compares entropies of FP8's forward pass with BF16's.
 
-The gate is on the advantages that change sign. If it closes, the entropies alone come from a forward pass in BF16 of
-their own: training is in FP8 too, and a ratio of its log-probs to BF16's would have FP8's error in it.
+The gate bounds the fraction of advantages that change sign. If it closes, only entropies come from an extra forward
+pass in BF16. Log-probs stay in FP8, as in training: their ratio to BF16's would contain FP8's error.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ _SOURCE = Source(
 
 
 class FP8AuditInController(AuditedFeature):
-    """Audits FP8's entropies, and replaces them while the gate is closed."""
+    """The audits of FP8's entropies; BF16's replace them while the gate is closed."""
 
     def __init__(self, args: Arguments) -> None:
         super().__init__(args, _SOURCE, args.megatron.fp8_audit_steps, args.megatron.fp8_audit_gate)

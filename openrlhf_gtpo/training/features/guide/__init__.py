@@ -1,4 +1,4 @@
-"""A guiding policy (``--algo.guide.*``): a frozen, stronger model that answers a part of each group."""
+"""A guide (``--algo.guide.*``): a frozen, stronger policy that samples part of each group."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ class GuidingPolicy(Feature):
     before = (describe_guide,)
 
     def is_on(self) -> bool:
-        # Rows that this run does not sample may have been a guide's.
+        # Rows of a replay may come from a guide.
         return bool(self.args.algo.guide.model_name_or_path) or not self.args.rollout.is_sampled
 
     def check(self, model: "Model") -> None:
@@ -29,7 +29,7 @@ class GuidingPolicy(Feature):
         return GuideInController(self.args)
 
     def engine_args(self) -> dict[str, Any]:
-        # The policy's rows carry their engine's log-probs too: either all rows of a group do, or none.
+        # The policy's rows need their engine's log-probs too: either all rows of a group have them, or none.
         return {"logprobs_mode": "processed_logprobs", "max_logprobs": 1}
 
     def loss(self) -> "LossFeature":

@@ -1,4 +1,4 @@
-"""Refuses a guide that a run cannot learn from (``--algo.guide.*``)."""
+"""Checks of the guide (``--algo.guide.*``)."""
 
 import math
 from collections.abc import Iterator
@@ -12,10 +12,10 @@ _FLAG = "--algo.guide.model_name_or_path"
 
 
 def check_guide(args: Arguments, policy: Model) -> None:
-    """Refuse a guide that is missing, or that this run cannot learn from or has no room for.
+    """Refuse a guide that is missing, that this run cannot learn from, or that does not fit.
 
     Raises:
-        UsageError: the first thing that is wrong.
+        UsageError: the first problem.
     """
     if not args.algo.guide.model_name_or_path:
         return
@@ -33,17 +33,18 @@ def check_guide(args: Arguments, policy: Model) -> None:
 
 
 def _settings(args: Arguments) -> Iterator[Refusal]:
+    # Terms that would treat the guide's rows as the policy's.
     guide, samples, kl = args.algo.guide, args.rollout.n_samples_per_prompt, args.algo.kl
     for broken, other, why in (
         (
             args.algo.advantage.estimator == "gae",
             "--algo.advantage.estimator gae",
-            "whose critic learns what the policy's own responses are worth",
+            "whose critic must learn from the policy's own responses",
         ),
         (
             kl.unbiased_gradient and kl.use_loss and kl.init_coef > 0,
             "--algo.kl.unbiased_gradient",
-            "which treats every response as the old policy's",
+            "which treats all responses as the old policy's",
         ),
         (
             kl.target and kl.init_coef > 0,
@@ -57,15 +58,16 @@ def _settings(args: Arguments) -> Iterator[Refusal]:
         ),
     ):
         yield broken, f"{_FLAG} cannot be combined with {other}, {why}; leave one of them out."
+    # Numbers of rows and of GPUs.
     yield (
         math.ceil(guide.fraction * samples - 1e-6) >= samples,
-        f"Expected --algo.guide.fraction <= {samples - 1}/{samples}, which leaves the policy one of the {samples} "
-        f"rows of a group (--rollout.n_samples_per_prompt), got {guide.fraction:g}.",
+        f"Expected --algo.guide.fraction <= {samples - 1}/{samples}, which leaves the policy one of a group's "
+        f"{samples} responses (--rollout.n_samples_per_prompt), got {guide.fraction:g}.",
     )
     yield (
         guide.rescue_batch and not args.algo.dynamic_filtering_enable,
-        f"--algo.guide.rescue_batch {guide.rescue_batch} takes what dynamic filtering drops; give "
-        "--algo.dynamic_filtering_enable too, or leave it out.",
+        f"--algo.guide.rescue_batch {guide.rescue_batch} takes prompts that dynamic filtering drops; give "
+        "--algo.dynamic_filtering_enable too, or leave the flag out.",
     )
     if guide.endpoint or not args.train.colocate_all:
         return
@@ -73,17 +75,17 @@ def _settings(args: Arguments) -> Iterator[Refusal]:
     yield (
         guide.num_engines * guide.tensor_parallel_size > gpus,
         f"--algo.guide.num_engines {guide.num_engines} of {guide.tensor_parallel_size} GPUs each do not fit on the "
-        f"{gpus} GPUs that --train.colocate_all shares; give fewer, or leave it out.",
+        f"{gpus} GPUs that --train.colocate_all shares; give fewer, or leave --train.colocate_all out.",
     )
 
 
 def _check_same_tokenizer(policy: Model, guide: Model) -> None:
-    """Refuse a guide with another tokenizer: its tokens are trained on as they are, so each id must mean the same."""
+    """Refuse a guide with another tokenizer: the policy trains on its token ids, so each must mean the same."""
     ours, theirs = ({i: token for token, i in model.tokenizer.get_vocab().items()} for model in (policy, guide))
     differing = sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
     if differing:
         i = differing[0]
         raise UsageError(
-            f"{guide} has a different tokenizer from the policy's: token {i} is {theirs.get(i)!r} there and "
-            f"{ours.get(i)!r} here; give a guide of the policy's family."
+            f"{guide} has another tokenizer than the policy: token {i} is {theirs.get(i)!r} for the guide and "
+            f"{ours.get(i)!r} for the policy; give a guide of the policy's family."
         )

@@ -1,4 +1,4 @@
-"""In the controller: starts the guide's engines, lets them sample, and says what became of their rows."""
+"""The guide's part in the controller: its engines, its sampler, and metrics of its rows."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,11 +22,11 @@ from openrlhf_gtpo.training.rollout.rewards import Patience
 from openrlhf_gtpo.training.rollout.rollout_actor import MAX_CALLS, StrictRolloutActor
 from openrlhf_gtpo.training.rows import Row
 
-_RESCUE = "rescue_rows"  # in a checkpoint; "rescue" is an earlier version's, of responses
+_RESCUE = "rescue_rows"  # in a checkpoint; an earlier version wrote "rescue", with responses
 
 
 class GuideInController(ControllerFeature):
-    """The guide of a run; a replay has none, but its dumps may have a guide's rows."""
+    """The guide of a run. A replay has none, but its dumps may have a guide's rows."""
 
     def __init__(self, args: Arguments) -> None:
         super().__init__(args)
@@ -73,26 +73,26 @@ class GuideInController(ControllerFeature):
             self.guide.step = step
             if "rescue" in state:
                 print(
-                    "Warning: the checkpoint's queue of rescues is an earlier version's and is not read.", flush=True
+                    "Warning: ignored the checkpoint's queue of rescues, which an earlier version wrote.", flush=True
                 )
             if _RESCUE in state:
                 self._sampler.queue.restore(state[_RESCUE])
 
 
 class OffPolicy(EngineFeature):
-    """In an engine that is not the policy's: says so of its rows."""
+    """A feature of an engine that is not the policy's: marks its rows as off-policy."""
 
     def on_row(self, row: Row, response: dict[str, Any], answers: Sequence[Answer] | None) -> None:
         row.off_policy = True
 
 
 def start_guide(args: Arguments, shared: Any) -> list[Any]:
-    """Start rollout actors with ``--algo.guide.model_name_or_path``, which may still be loading it when this returns,
-    or one that asks ``--algo.guide.endpoint``.
+    """Start rollout actors that load ``--algo.guide.model_name_or_path``, or one that asks ``--algo.guide.endpoint``.
+    They may still be loading when this returns.
 
     Args:
         args: the run's arguments.
-        shared: placement group of the trainer's GPUs, on which to put them; None to give them their own GPUs.
+        shared: placement group of the trainer's GPUs, for the actors too; None to give them their own GPUs.
     """
     guide, vllm = args.algo.guide, args.vllm
     with_rewards = {"agent_func_path": args.train.agent_func_path, "remote_rm_url": args.reward.remote_url}
@@ -101,7 +101,7 @@ def start_guide(args: Arguments, shared: Any) -> list[Any]:
         actor = ray.remote(max_concurrency=MAX_CALLS)(type("GuideActor", (EndpointActor,), fields))
         return [actor.options(num_cpus=0).remote(guide.endpoint, guide.model_name_or_path, **with_rewards)]
     fields["engine_args"] = {name: getattr(vllm, name) for name in ("max_num_seqs", "max_num_batched_tokens")}
-    # This is the controller's process, in which nobody else makes engines.
+    # Nobody else makes engines in the controller's process.
     vllm_engine.get_bundle_indices = engine_bundles
     guide_actor = type("GuideActor", (StrictRolloutActor,), fields)
     vllm_engine.RolloutRayActor = ray.remote(max_concurrency=MAX_CALLS)(guide_actor)

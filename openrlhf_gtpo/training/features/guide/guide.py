@@ -1,6 +1,6 @@
-"""The guiding policy (``--algo.guide.*``): a frozen, stronger model, whose engines sample a part of each group.
+"""The guide (``--algo.guide.*``): a frozen, stronger policy whose engines sample part of each group.
 
-docs/guide.md describes the construction and says which parts of it come from a paper.
+docs/guide.md describes the construction, and which of its parts come from a paper.
 """
 
 import math
@@ -25,12 +25,12 @@ _ROUNDING = 1e-6  # of rows, over the prompts of a run
 
 
 class Guide:
-    """Decides which of the guide's ``engines`` answers which prompts, and how many rows of each group.
+    """The guide's engines, and its number of rows in each group.
 
     Attributes:
         engines: handles of its rollout actors.
         rescue_batch: see ``RescueQueue``; 0 without one.
-        step: training steps done so far; the guide's share anneals with them.
+        step: training steps so far, with which the guide's fraction anneals.
     """
 
     def __init__(self, engines: Sequence[Any], args: Arguments) -> None:
@@ -42,20 +42,20 @@ class Guide:
         self.step = 0
 
     @property
-    def share(self) -> float:
-        """The guide's share of a step's rows: it falls linearly from ``--algo.guide.fraction`` to 0 over
+    def fraction(self) -> float:
+        """The guide's current fraction of a step's rows: falls linearly from ``--algo.guide.fraction`` to 0 over
         ``--algo.guide.steps``, or is constant."""
         guide = self._args.algo.guide
         left = max(0.0, 1 - self.step / guide.steps) if guide.steps else 1.0
         return 0.0 if self._is_dead else guide.fraction * left
 
     def rows_of(self, number: int) -> tuple[Any, int] | None:
-        """The engine to ask for a part of the group of prompt ``number``, and how many rows; None for nothing.
+        """Return the engine to ask for rows in the group of prompt ``number``, and how many; None for none.
 
-        The guide's share of G rows need not be a whole number: prompts get the number below or above in turn, so that
-        the rows of a step together have the share.
+        The fraction of G rows need not be a whole number. Prompts get the number below or above it in turn, so that
+        the fraction holds over a step.
         """
-        rows = self.share * self._args.rollout.n_samples_per_prompt
+        rows = self.fraction * self._args.rollout.n_samples_per_prompt
         count = math.floor(rows * (number + 1) + _ROUNDING) - math.floor(rows * number + _ROUNDING)
         if not count:
             return None
@@ -64,28 +64,28 @@ class Guide:
         return self.engines[least], count
 
     def hangs(self, number: int, what: str) -> None:
-        """Warn that an engine is killed because of ``what``; whoever waits for it learns of its death."""
-        print(f"Warning: engine {number} of the guide {what}; it is killed.", flush=True)
+        """Warn that an engine is killed because of ``what``; calls to it fail then."""
+        print(f"Warning: engine {number} of the guide {what}; killing it.", flush=True)
 
     def died(self, how: str) -> None:
-        """Go on without the guide, saying so once.
+        """Continue without the guide, with one warning.
 
         Raises:
-            TrainingStopped: ``--algo.guide.on_failure`` says to stop.
+            TrainingStopped: ``--algo.guide.on_failure`` is stop.
         """
         if self._args.algo.guide.on_failure == "stop":
             logs = "its server's logs" if self._args.algo.guide.endpoint else "its node's Ray logs"
             raise TrainingStopped(
-                f"An engine of the guide died ({how}); {logs} say more. --algo.guide.on_failure continue goes on "
-                "without it."
+                f"An engine of the guide died ({how}); see {logs}. To continue without the guide, give "
+                "--algo.guide.on_failure continue."
             )
         if not self._is_dead:
             print(f"Warning: the guide died ({how}); the policy samples all rows from now on.", flush=True)
         self._is_dead, self.rescue_batch = True, 0
 
     def is_success(self, row: Row) -> bool:
-        """True if the row reaches the estimator's success threshold or, with OpenRLHF's estimators, if its score is
-        above all that the filter drops as wrong."""
+        """True if the row reaches the estimator's success threshold; with OpenRLHF's estimators, if its score is above
+        the filter's lower bound."""
         if self._credit is not None:
             return bool(success(torch.tensor([row.reward]), self._credit.config.success_threshold))
         score = row.reward if row.score is None else row.score
@@ -94,7 +94,7 @@ class Guide:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Keep the engines awake within this block, if ``--vllm.enable_sleep`` frees their memory between rollouts."""
+        """Keep the engines awake within this block, if ``--vllm.enable_sleep`` lets them sleep otherwise."""
         sleeps = self._args.vllm.enable_sleep and not (self._args.algo.guide.endpoint or self._is_awake)
         if sleeps:
             self._call("wake_up")
@@ -105,7 +105,7 @@ class Guide:
             self._call("sleep")
 
     def _call(self, method: str) -> None:
-        """Call every engine even if one has died, so that no living engine stays awake."""
+        """Call every engine, even if one has died, so that no living engine stays awake."""
         for ref in [getattr(engine, method).remote() for engine in self.engines]:
             try:
                 ray.get(ref)

@@ -1,4 +1,4 @@
-"""The ratio of a guide's rows (``--algo.guide.*``), which is to the guide and truncated."""
+"""The ratio of policy to guide in a guide's rows (``--algo.guide.*``), truncated."""
 
 import math
 from dataclasses import replace
@@ -10,20 +10,20 @@ from openrlhf_gtpo.training.credit.loss import LossFeature, LossInputs
 
 
 class GuideRatios(LossFeature):
-    """Makes the loss compare guide rows with the guide instead of the old policy, token by token:
+    """A loss feature that compares a guide's rows with the guide instead of the old policy, token by token:
     min(exp(log pi_theta - log pi_phi), cap).
 
     A ratio above ``cap`` keeps its gradient, cap * A * grad log pi_theta: the step is bounded, not skipped. The
-    train-rollout correction leaves these rows unchanged, since their ratio is already to the policy that sampled them.
+    train-rollout correction leaves these rows unchanged, because their ratio is already to the policy that sampled
+    them.
     """
 
     def __init__(self, cap: float) -> None:
         self._log_cap = math.log(cap)
 
     def loss_inputs(self, inputs: LossInputs) -> LossInputs:
-        """Put the guide's log-probs in place of old ones and the rollout's. Metrics: the fraction of action tokens
-        whose ratio was truncated, and the drift from the old policy, in which these rows count as 0 (see
-        ``StepMetrics``)."""
+        """Replace old and rollout log-probs by the guide's. Metrics: the fraction of action tokens with a truncated
+        ratio, and the drift from the old policy, in which these rows count as 0 (see ``StepMetrics``)."""
         if inputs.off_policy is None:
             return inputs
         assert inputs.old_log_probs is not None and inputs.rollout_log_probs is not None

@@ -1,4 +1,4 @@
-"""Prompts at which the policy failed altogether, kept until the guide answers them (``--algo.guide.rescue_batch``)."""
+"""A queue of prompts that the policy always failed, until the guide answers them (``--algo.guide.rescue_batch``)."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -11,10 +11,10 @@ _BOUND = 4  # times --algo.guide.rescue_batch
 
 
 class RescueQueue:
-    """The policy's failures by prompt, oldest first; beyond four batches of prompts, the oldest are given up.
+    """The policy's failures by prompt, oldest first. Beyond four batches of prompts, the oldest are given up.
 
     Attributes:
-        rescued, given_up: prompts of the run so far that the guide answered correctly, and that nobody did.
+        rescued, given_up: the run's prompts so far that the guide answered correctly, and that nobody answered.
     """
 
     def __init__(self, batch_size: int) -> None:
@@ -35,12 +35,13 @@ class RescueQueue:
             self.given_up += 1
 
     def take(self) -> list[list[Row]]:
-        """Remove and return the failures at the oldest prompts, as many whole batches of prompts as are waiting."""
+        """Remove and return the failures at the oldest prompts, in whole batches of prompts, as many as are
+        waiting."""
         whole = len(self) // self._batch_size * self._batch_size
         return [self._failures.pop(prompt) for prompt in list(self._failures)[:whole]]
 
     def state(self) -> dict[str, Any]:
-        """The queue for a checkpoint."""
+        """Return the queue for a checkpoint."""
         failures = pack([row for rows in self._failures.values() for row in rows])
         return {"failures": failures, "counts": (self.rescued, self.given_up)}
 

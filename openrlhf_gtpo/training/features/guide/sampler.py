@@ -1,4 +1,4 @@
-"""A sampler in which the guide answers a part of each group, and prompts at which the policy always fails."""
+"""A sampler with a guide, which samples part of each group and answers prompts that the policy always fails."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -16,14 +16,14 @@ from openrlhf_gtpo.training.rollout.sampler import Sampler
 from openrlhf_gtpo.training.rows import Dropped, Request, Rollout, Row
 
 _RESCUE = 2  # stream of seeds, after the policy's and an evaluation's
-_OF_GUIDE = 1 << 31  # in the guide's seeds, where the policy's have a response's place
+_OF_GUIDE = 1 << 31  # in the guide's seeds; the policy's seeds have a response's place there
 
 
 class GuidedSampler(Sampler):
-    """The plain sampler, whose groups have rows of the ``guide``.
+    """A sampler whose groups have rows of the ``guide``.
 
     Attributes:
-        guide: whose share of the rows follows its ``step``.
+        guide: the guide, whose fraction of the rows depends on its ``step``.
         queue: prompts that wait for the guide, with ``--algo.guide.rescue_batch``.
     """
 
@@ -35,11 +35,11 @@ class GuidedSampler(Sampler):
         self.with_log_probs = True  # either all rows carry their engine's log-probs, or none do
 
     def sample(self) -> Rollout:
-        """As the plain sampler's; rows of rescued groups are the rollout's ``others``."""
-        with self.guide.awake() if self.guide.share > 0 else nullcontext():
+        """Sample a rollout; rows of rescued groups are its ``others``."""
+        with self.guide.awake() if self.guide.fraction > 0 else nullcontext():
             self._failures.clear()
             rollout = super().sample()
-            for number in sorted(self._failures):  # whatever came back first
+            for number in sorted(self._failures):  # in drawing order
                 self.queue.add(self._failures[number])
             if self.guide.rescue_batch and rollout.rows:
                 self._rescue(rollout)
@@ -47,7 +47,7 @@ class GuidedSampler(Sampler):
             self._mark(row, row.off_policy)
         return rollout
 
-    def shares(self, request: Request) -> Sequence[Request]:
+    def split(self, request: Request) -> Sequence[Request]:
         part = self.guide.rows_of(request.number)
         if part is None:
             return [request]
@@ -61,7 +61,7 @@ class GuidedSampler(Sampler):
             return super().in_place_of(request, error)
         if not isinstance(error, DEATHS):
             raise error
-        self.guide.died(described(getattr(error, "cause", None) or error))  # for a task's error, what the task raised
+        self.guide.died(described(getattr(error, "cause", None) or error))  # Ray's error for a task has a cause
         return request._replace(seed=request.seed and request.seed[:-1], engine=None)
 
     def on_filtered(self, rows: Sequence[Row]) -> None:
@@ -69,17 +69,17 @@ class GuidedSampler(Sampler):
             self._failures[rows[0].number] = [row for row in rows if not row.off_policy]
 
     def _rescue(self, rollout: Rollout) -> None:
-        """Have the guide answer prompts at which the policy failed, if a batch of them is waiting; those that it
-        answers correctly become groups with rows of both.
+        """Let the guide answer prompts that the policy failed, if a batch of them is waiting. If it succeeds, guide
+        and policy rows form a group.
 
-        The ratios of these rows use the log-probs of the engine they came from: the policy may have moved since.
+        The ratios of these rows use the log-probs of their own engines, because the policy may have changed since.
         """
         guide, args = self.guide, self.args
         failures = self.queue.take()
         if not failures:
             return
         samples = args.rollout.n_samples_per_prompt
-        # Half of a group; more if some rows that failed were the guide's, so that fewer are the policy's.
+        # Ask for half of each group; more if the guide had some of the failed rows, so that the policy has fewer.
         count = max(samples // 2, samples - min(map(len, failures)))
         requests = []
         for place, (first, *_) in enumerate(failures):
@@ -99,6 +99,7 @@ class GuidedSampler(Sampler):
                 guide.died(f"{type(death).__name__} at a rescue")
                 self.queue.given_up += len(failures)
                 return
+        # Groups of both for the prompts that the guide answered correctly.
         for own, theirs in zip(failures, answers, strict=True):
             rows = [] if isinstance(theirs, Dropped) else [*own[: samples - count], *theirs]
             if rows:
@@ -110,22 +111,22 @@ class GuidedSampler(Sampler):
             for place, row in enumerate(rows):
                 self._mark(row, place >= samples - count, is_rescued=True)
                 row.weight = args.algo.guide.rescue_weight
-                row.label = None  # or it would pass for the row's number in a dump (see ``dumps/ratios.py``)
+                row.label = None  # a dump would read it as the row's number (see ``dumps/ratios.py``)
             rollout.others += rows
 
     def _mark(self, row: Row, is_guides: bool, is_rescued: bool = False) -> None:
-        """Say whose the row is. One whose ratio uses its engine's log-probs is not of the current policy: if entropies
-        come from the sampler, it has none.
+        """Mark whose row it is. An off-policy row, whose ratio uses its engine's log-probs, loses the sampler's
+        values.
 
         Raises:
-            TrainingStopped: its engine's log-probs, to which the ratio is, are missing.
+            TrainingStopped: its engine's log-probs are missing.
         """
         row.off_policy = is_guides or is_rescued
         if row.log_probs is None or row.off_policy and not np.isfinite(row.log_probs[row.mask]).all():
             raise TrainingStopped(
-                "With a guide, expected a finite log-prob from the engine for every token it samples, got a response "
+                "With a guide, expected a finite log-prob from the engine for every sampled token, got a response "
                 f"with {'none' if row.log_probs is None else 'others'}; an agent of --train.agent_func_path has to "
-                f"hand on the engine's as rollout_log_probs. Prompt: {row.prompt!r:.300}"
+                f"return the engine's log-probs as rollout_log_probs. Prompt: {row.prompt!r:.300}"
             )
         row.metrics |= {names.GUIDE_ROWS: float(is_guides), names.OFF_POLICY_ROWS: float(row.off_policy)}
         if self.args.algo.guide.rescue_batch:

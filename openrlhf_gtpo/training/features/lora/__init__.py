@@ -1,7 +1,7 @@
-"""Low-rank adapters in the place of all weights (OpenRLHF's ``--ds.lora.*``, for both backends).
+"""Low-rank adapters instead of all weights (OpenRLHF's ``--ds.lora.*``, for both backends).
 
-The parts: what adapters are, room ``lora``; how DeepSpeed's policy has them, ``actors/adapters.py``; how Megatron's
-has them, ``megatron/model/adapters.py``; the reference that is the actor without them, ``actors/dispatch.py``.
+The room ``lora`` defines adapters. ``actors/adapters.py`` adds them to a policy on DeepSpeed,
+``megatron/model/adapters.py`` on Megatron. ``actors/dispatch.py`` has the reference: the actor without its adapters.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from openrlhf_gtpo.training.features.lora.settings import LORA, describe_adapter
 
 
 def size_reference(args: Arguments) -> Mapping[str, Any]:
-    """The reference is the policy: OpenRLHF compares the sizes of groups that share GPUs, and there is no other."""
+    """Give the reference, which is the policy without adapters, the policy's sizes, as OpenRLHF compares them."""
     if args.actor.lora is None:
         return {}
     return {"ref.num_nodes": args.actor.num_nodes, "ref.num_gpus_per_node": args.actor.num_gpus_per_node}

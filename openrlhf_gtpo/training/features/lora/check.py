@@ -1,4 +1,4 @@
-"""What adapters do not go with."""
+"""Checks of settings and models that cannot have adapters."""
 
 import sys
 from collections.abc import Iterator
@@ -20,29 +20,30 @@ _HEADS = {"lm_head", "embed_tokens", "wte", "embed_out"}
 
 
 def check_lora(args: Arguments, model: Model) -> None:
-    """Refuse what adapters do not go with.
+    """Refuse settings, models and checkpoints that do not fit the run's adapters.
 
     Raises:
-        UsageError: the first such thing.
+        UsageError: the first of them.
     """
     refuse(*_settings(args), *_modules(args, model))
     if args.ckpt.load_enable:
         _check_checkpoint(args, model)
     if model.has_experts:
         print(
-            "The experts and routers of a mixture get no adapters: attention, shared experts and dense layers do.",
+            "Experts and routers of a mixture of experts get no adapters; attention, shared experts and dense "
+            "layers do.",
             file=sys.stderr,
         )
     if args.actor.adam.lr < _SMALL_LR:
         print(
-            f"Adapters want about ten times the learning rate of full training; this run has {args.actor.adam.lr:g} "
+            f"Adapters need about ten times the learning rate of full training; this run has {args.actor.adam.lr:g} "
             "(--actor.adam.lr).",
             file=sys.stderr,
         )
 
 
 def _check_checkpoint(args: Arguments, model: Model) -> None:
-    """Refuse to go on from adapters of another rank, scale, targets or base."""
+    """Refuse to resume from adapters with another rank, scale, targets or base."""
     folder, tag, lora = Path(args.ckpt.path) / "_actor", args.ckpt.load_tag, args.actor.lora
     assert lora is not None
     try:
@@ -65,19 +66,19 @@ def _check_checkpoint(args: Arguments, model: Model) -> None:
 
 
 def _modules(args: Arguments, model: Model) -> Iterator[Refusal]:
-    """What depends on the model. A name that no module has would be passed over in silence."""
+    """Refusals that depend on the model. A target that names no module would silently be ignored."""
     megatron, flag, lora = args.actor.backend == "megatron", "--ds.lora.target_modules", args.actor.lora
     assert lora is not None
     yield (
         megatron and model.has_experts,
-        f"--ds.lora.rank {lora.rank} is not offered for mixtures of experts with --actor.backend megatron; "
-        "give deepspeed, or leave it out.",
+        f"--ds.lora.rank {lora.rank} is not offered for mixtures of experts with --actor.backend megatron; give "
+        "deepspeed, or leave it out.",
     )
     kind = model.config.model_type
     yield (
         megatron and kind in FAMILIES and FAMILIES[kind].is_stacked,
-        f"--ds.lora.rank {lora.rank} is not offered for {kind} with --actor.backend megatron, whose checkpoints have "
-        "query, key and value in one matrix; give deepspeed, or leave it out.",
+        f"--ds.lora.rank {lora.rank} does not work with {kind} on --actor.backend megatron, because its checkpoints "
+        "have query, key and value in one matrix; give deepspeed, or leave it out.",
     )
     matrices = [name.removesuffix(".weight") for name, shape in model.weight_shapes.items() if len(shape) == 2]
     known = {name.rsplit(".", 1)[-1] for name in matrices if LoraOptions(1, 1).adapts(name)}
@@ -91,19 +92,22 @@ def _modules(args: Arguments, model: Model) -> Iterator[Refusal]:
 
 
 def _settings(args: Arguments) -> Iterator[Refusal]:
+    # Targets and dropout.
     lora, ds = args.actor.lora, args.ds
     assert lora is not None
     rank, megatron = f"--ds.lora.rank {lora.rank}", args.actor.backend == "megatron"
     heads = sorted(_HEADS.intersection(lora.targets))
     yield (
         bool(heads),
-        f"--ds.lora.target_modules {' '.join(heads)}: adapters on the head or the embeddings are not offered, which "
-        "the LM head's kernels and tied weights read as they are; leave it out, or give all-linear.",
+        f"--ds.lora.target_modules {' '.join(heads)}: head and embeddings cannot have adapters, because the LM head's "
+        "kernels and tied weights read only their weights; leave it out, or give all-linear.",
     )
     yield (
         ds.lora.dropout > 0,
-        f"--ds.lora.dropout {ds.lora.dropout:g} would train another policy than the one that samples; leave it at 0.",
+        f"--ds.lora.dropout {ds.lora.dropout:g} would train another policy than the engines sample from; leave it at "
+        "0.",
     )
+    # Flags that do not know adapters.
     for broken, flag, remedy in (
         (args.train.enable_ema, "--train.enable_ema", "leave it out"),
         (args.actor.optim != "adam", f"--actor.optim {args.actor.optim}", "give adam"),
@@ -118,4 +122,4 @@ def _settings(args: Arguments) -> Iterator[Refusal]:
         (ds.use_universal_ckpt, "--ds.use_universal_ckpt", "leave it out"),
         (megatron and args.megatron.fp8 is not None, f"--megatron.fp8 {args.megatron.fp8}", "leave it out"),
     ):
-        yield broken, f"{rank} is not offered with {flag}; {remedy}."
+        yield broken, f"{rank} does not work with {flag}; {remedy}."

@@ -1,4 +1,4 @@
-"""Tokens of a mixture of experts go where the sampler sent them (``--rollout.routing_replay``)."""
+"""Routing replay: tokens of a mixture of experts go to the experts that vLLM chose (``--rollout.routing_replay``)."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 def replay_routes(args: Arguments) -> Mapping[str, Any]:
-    """Have routes replayed where model, engines and backend may."""
+    """Turn replay on where engines and backend support it."""
     from openrlhf_gtpo.training.features.routing_replay.check import can_replay
 
     return {"rollout.replays_routes": can_replay(args)}
 
 
 class RoutingReplay(Feature):
-    """vLLM returns the experts of each token (``vllm_capture.py``), a row carries them (``engine.py``), and in the
-    ranks they take the place of the routers' own choice (``router.py``), in the old policy's forward and in training.
+    """vLLM returns the experts of each token (``vllm_capture.py``), rows carry them (``engine.py``), and in the ranks
+    they replace the routers' own choice (``router.py``), in the old policy's forward and in training.
     """
 
     settings = ROUTING

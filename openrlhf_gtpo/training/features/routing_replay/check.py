@@ -1,4 +1,4 @@
-"""Checks of what routing replay cannot be combined with: there, ``on`` is refused and ``auto`` is off."""
+"""What routing replay cannot be combined with: ``on`` is refused there, ``auto`` is off."""
 
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.training.arguments import Arguments
@@ -20,11 +20,11 @@ def can_replay(args: Arguments) -> bool:
     if args.actor.backend != "megatron":
         why = f"--actor.backend {args.actor.backend} routes by itself; give --actor.backend megatron"
     elif not args.rollout.is_sampled:
-        why = "rows that the run has not sampled itself have no routes; drop --train.replay_rollouts"
+        why = "rows that the run has not sampled itself have no routes; sample them"
     elif parse_overrides(args.megatron.override).get("moe_router_fusion"):
         why = "Transformer Engine's router takes no routes; drop --megatron.override moe_router_fusion=true"
     elif no_channel := why_no_scheduler():
-        why = f"vLLM's answers cannot carry routes ({no_channel}); install such a vLLM"
+        why = f"vLLM's answers have no room for routes: {no_channel}"
     else:
         return True
     return _off_or_refused(args, why)

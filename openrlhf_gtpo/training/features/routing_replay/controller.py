@@ -1,4 +1,4 @@
-"""In the controller: what the ranks have seen of experts and routes, as the metrics of a step."""
+"""Routing replay in the controller: metrics of experts and routes from the ranks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ class RoutingReplayInController(ControllerFeature):
         run.sampler.with_log_probs = True  # with which the old policy's are compared
 
     def on_step(self, step: int, metrics: dict[str, Any]) -> None:
-        """Ask all ranks."""
+        """Add all ranks' numbers to the metrics."""
         seen = ray.get([rank.__ray_call__.remote(take_seen) for rank in self._run.models.actor._actor_handlers])
         by_layer = layers_of(seen, self.args.megatron.expert_model_parallel_size)
         metrics |= summary(seen, by_layer)
@@ -27,10 +27,10 @@ class RoutingReplayInController(ControllerFeature):
 
 
 def layers_of(seen: Sequence[Seen], ranks: int) -> dict[str, list[float]]:
-    """By layer: the most tokens that an expert was sent ÷ the mean; the same of the experts of each of the ``ranks``
-    that share them; the share of replayed tokens that the trainer's router would have sent elsewhere.
+    """Compute by layer: the largest number of tokens of an expert ÷ the mean; the same for each of the ``ranks`` that
+    share the experts; and the fraction of replayed tokens that the trainer's router would have sent elsewhere.
 
-    Ranks that see the same tokens count them alike, so that their sum has the same ratios.
+    Ranks with the same tokens count them alike, so their sum has the same ratios.
     """
     layers = sorted({layer for rank in seen for layer in rank.load})
     found: dict[str, list[float]] = {name: [] for name in ("expert_load", "rank_load", "flips")}
@@ -45,7 +45,7 @@ def layers_of(seen: Sequence[Seen], ranks: int) -> dict[str, list[float]]:
 
 
 def summary(seen: Sequence[Seen], by_layer: dict[str, list[float]]) -> dict[str, float]:
-    """The numbers of a step: means over layers, and the worst load; distances to the sampler."""
+    """Summarize a step: means over layers, the worst load, and distances to the sampler."""
     if not by_layer["flips"]:
         return {}
     counts = np.sum([sum(rank.counts.values()) for rank in seen if rank.counts], axis=0)

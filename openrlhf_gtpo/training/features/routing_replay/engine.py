@@ -1,4 +1,4 @@
-"""In an engine's actor: gives each row the experts that vLLM sent its tokens to."""
+"""Routing replay in an engine's actor: gives each row the experts that vLLM chose for its tokens."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,11 +10,11 @@ from openrlhf_gtpo.training.feature import EngineFeature
 from openrlhf_gtpo.training.rollout.answers import Answer, routes_of
 from openrlhf_gtpo.training.rows import Row
 
-_MOST_IN_A_BYTE = 255  # experts; vLLM's ids take a byte up to 256, but one number has to stand for none
+_MOST_IN_A_BYTE = 255  # experts; vLLM's ids fit a byte up to 256, but one number must mean none
 
 
 class Experts(NamedTuple):
-    """A model's layers, the experts of each, and how many of them a token goes to."""
+    """The numbers of a model's layers, of a layer's experts, and of a token's experts."""
 
     layers: int
     experts: int
@@ -22,7 +22,7 @@ class Experts(NamedTuple):
 
 
 class RoutingReplayInEngine(EngineFeature):
-    """Rows that are trained on carry ``routes``."""
+    """An engine's part, which gives ``routes`` to rows for training."""
 
     _model: Experts
 
@@ -40,15 +40,15 @@ class RoutingReplayInEngine(EngineFeature):
 
 
 def routes_of_row(tokens: list[int], answers: Sequence[Answer], model: Experts, row: str) -> np.ndarray:
-    """(n, layers, k) experts, uint8 or int16, that the engine sent a response's ``tokens`` (n,) to, prompt included.
+    """Return (n, layers, k) experts, uint8 or int16, of a response's ``tokens`` (n,), prompt included.
 
-    What the engine did first stands: later answers have the same tokens in their prompt, and may have computed them
-    again. The dtype's largest number stands for no expert, at tokens that the engine has not computed at that place:
-    the last one, an environment's last words, and what an agent edited. ``row`` names the response in messages.
+    The engine's first choice counts: later answers have the same tokens in their prompt, and may have computed them
+    again. The dtype's largest number means no expert, at tokens that the engine has not computed at that place: the
+    last one, an environment's last words, and an agent's edits. ``row`` names the response in messages.
 
     Raises:
-        TrainingStopped: an answer has routes of another number of tokens, or one that no router gives. Megatron would
-            lose an expert that is named twice, and say nothing.
+        TrainingStopped: an answer has routes for another number of tokens, or impossible ones. Megatron would silently
+            lose an expert that is named twice.
     """
     of_vllm: type = np.uint8 if model.experts <= 256 else np.uint16
     dtype: type = np.uint8 if model.experts <= _MOST_IN_A_BYTE else np.int16  # torch can do little with uint16
@@ -77,5 +77,5 @@ def _check(routes: np.ndarray, count: int, experts: int, row: str) -> None:
             got = f"{routes[at].tolist()} for token {at}"
         raise TrainingStopped(
             f"Expected vLLM to return the experts of {count} tokens in {row}, different ones below {experts} in each "
-            f"layer, got {got}. --rollout.routing_replay off trains without them."
+            f"layer, got {got}. To train without them, give --rollout.routing_replay off."
         )

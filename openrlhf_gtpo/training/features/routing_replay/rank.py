@@ -1,4 +1,4 @@
-"""In a rank that trains: routes are replayed, and how far the trainer is from the sampler is measured."""
+"""Routing replay in a training rank: replays routes, and measures the distance between trainer and sampler."""
 
 import math
 from typing import Any, NamedTuple
@@ -11,14 +11,14 @@ from openrlhf_gtpo.training.credit.loss import LossFeature, LossInputs, LossOutp
 
 
 class Distance(NamedTuple):
-    """Of the sampler's log-probs from the old policy's, Δ = log π_old − log π_sampler, over action tokens.
+    """The distance of the sampler's log-probs from the old policy's, Δ = log π_old − log π_sampler, at action tokens.
 
     Fields:
-        tokens: their number.
+        tokens: number of tokens.
         difference: sum of |Δ|.
         k3: sum of exp(Δ) − 1 − Δ, whose mean estimates KL(sampler ‖ old policy).
-        far: tokens with |Δ| > ln 2.
-        most: the largest |Δ|.
+        far: number of tokens with |Δ| > ln 2.
+        most: maximum of |Δ|.
     """
 
     tokens: float = 0.0
@@ -29,8 +29,8 @@ class Distance(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a rank has seen since it was last asked: by layer, the ``load`` and ``counts`` of ``router.Seen``; and the
-    distance to the sampler, which only ranks of the last stage know."""
+    """A rank's numbers since the last call: by layer, ``load`` and ``counts`` of ``router.Seen``; and the distance to
+    the sampler, which only ranks of the last stage know."""
 
     load: dict[int, np.ndarray]
     counts: dict[int, np.ndarray]
@@ -38,7 +38,7 @@ class Seen(NamedTuple):
 
 
 class RoutingReplayInRank(LossFeature):
-    """Replays routes, and keeps what is seen until :meth:`take` is called."""
+    """The rank's part, which replays routes and counts until :meth:`take` is called."""
 
     def __init__(self) -> None:
         self._layers: dict[int, Any] = {}
@@ -51,8 +51,8 @@ class RoutingReplayInRank(LossFeature):
 
     @torch.no_grad()
     def loss_outputs(self, inputs: LossInputs, outputs: LossOutputs) -> None:
-        """Compare the old policy with the sampler; without its forward it is the policy in training, whose weights a
-        single optimizer step has not yet changed."""
+        """Compare the old policy with the sampler. Without an old-policy forward, take the policy in training, which
+        the rollout's single optimizer step has not changed yet."""
         if inputs.rollout_log_probs is None or inputs.old_log_probs is None:
             return
         own = inputs.mask if inputs.off_policy is None else inputs.mask & ~inputs.off_policy.unsqueeze(-1)
@@ -65,7 +65,7 @@ class RoutingReplayInRank(LossFeature):
         self._distance = new
 
     def take(self) -> Seen:
-        """What was seen since the last call."""
+        """Return the numbers since the last call."""
         distance, self._distance = self._distance, None
         load, counts = {}, {}
         for number, layer in self._layers.items():
@@ -76,6 +76,6 @@ class RoutingReplayInRank(LossFeature):
 
 
 def take_seen(actor: Any) -> Seen:
-    """Called in a rank that trains: what it has seen since the last call."""
+    """Return a training rank's numbers since the last call; runs in the rank."""
     [feature] = [feature for feature in actor.trainer.loss_features if isinstance(feature, RoutingReplayInRank)]
     return feature.take()

@@ -1,6 +1,6 @@
-"""In a rank on Megatron: its routers send tokens to given experts. Imports Megatron.
+"""Routing replay in Megatron's routers, which send tokens to given experts. Imports Megatron.
 
-The weights of the experts are still the router's own, computed from its logits, and have their gradient.
+The weights of the experts still come from the router's logits, with their gradient.
 """
 
 from collections import deque
@@ -18,12 +18,12 @@ from openrlhf_gtpo.megatron.model.policy import LoadedModel
 
 
 class Seen(NamedTuple):
-    """What one router has seen, recomputation left out.
+    """One router's counts, without recomputation.
 
     Fields:
-        load: (experts,) tokens that each was sent, padding included.
-        counts: (3,) tokens that were replayed; those of them that the router would have sent to other experts; tokens
-            that it routed itself.
+        load: (experts,) tokens of each expert, padding included.
+        counts: (3,) replayed tokens; replayed tokens that the router would have sent to other experts; tokens that it
+            routed itself.
     """
 
     load: Tensor
@@ -31,10 +31,10 @@ class Seen(NamedTuple):
 
 
 class RoutesOfLayer:
-    """Takes the place of Megatron's ``RouterReplay`` in one router, without its list of all routers in the process.
+    """The routes of one router. Replaces Megatron's ``RouterReplay`` without its list of all routers in the process.
 
-    A layer that is recomputed in the backward pass needs its tokens' routes again, when other micro-batches have
-    passed: they wait in the order in which the micro-batches came.
+    A layer that is recomputed in the backward pass needs its tokens' routes again, after other micro-batches have
+    passed. They wait in the order of the micro-batches.
     """
 
     def __init__(self, router: TopKRouter) -> None:
@@ -45,15 +45,15 @@ class RoutesOfLayer:
         self.seen: Seen | None = None
 
     def begin(self, routes: Tensor | None) -> None:
-        """A micro-batch's forward pass begins; ``routes`` (P, k) are those of this rank's tokens."""
+        """Begin a micro-batch's forward pass with ``routes`` (P, k) of this rank's tokens."""
         self._given, self._in_forward = routes, True
 
     def end(self) -> None:
-        """It ends, and its backward pass may begin."""
+        """End the forward pass; its backward pass may begin."""
         self._given, self._in_forward = None, False
 
     def clear(self) -> None:
-        """No recomputation follows."""
+        """Drop waiting routes: no recomputation follows."""
         self._waiting.clear()
 
     def get_replay_topk(
@@ -92,13 +92,14 @@ class RoutesOfLayer:
         self.seen.load.scatter_add_(0, flat, torch.ones_like(flat))
         number = flat.new_full((), len(own))
         replayed = number * 0 if live is None else (~live).sum()
-        flips = (own.sort(1)[0] != chosen.sort(1)[0]).any(1).sum()  # none where it routes itself
+        flips = (own.sort(1)[0] != chosen.sort(1)[0]).any(1).sum()  # 0 for tokens that it routes itself
         self.seen.counts.add_(torch.stack([replayed, flips, number - replayed]))
 
 
 def install(model: LoadedModel) -> dict[int, RoutesOfLayer]:
-    """Have the routers of ``model`` follow the routes that come with its micro-batches; returns them by layer, from 0
-    in the whole model."""
+    """Let the routers of ``model`` follow the routes of its micro-batches; returns them by layer, from 0 in the whole
+    model."""
+    # Each router gets its routes from the micro-batch in its forward pass, cut for sequence parallelism.
     layers = {}
     for router in model.stage.modules():
         if isinstance(router, TopKRouter):

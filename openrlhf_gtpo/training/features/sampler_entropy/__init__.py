@@ -9,7 +9,7 @@ from openrlhf_gtpo.training.features.sampler_entropy.settings import SAMPLER, le
 
 
 def choose_source(args: Arguments) -> Mapping[str, Any]:
-    """Take entropies from sampler or actor where ``--rollout.entropy`` is auto."""
+    """Resolve ``--rollout.entropy`` auto to sampler or actor."""
     from openrlhf_gtpo.training.features.sampler_entropy.source import choose_entropy
 
     return {"rollout.entropy": choose_entropy(args)}

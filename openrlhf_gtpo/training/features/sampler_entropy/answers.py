@@ -1,7 +1,7 @@
-"""What an engine's sampler said about the tokens of a response, in its answers behind it.
+"""Log-probs and entropies of a response's tokens, from the engine's answers behind it.
 
-An agent may ask the engine as often as it likes and do what it likes with the answers. A token has values if the
-engine sampled it after exactly the tokens that precede it in the response.
+An agent may call the engine any number of times and edit its answers. A token has values if the engine sampled it
+after exactly the tokens that precede it in the response.
 """
 
 import math
@@ -14,10 +14,11 @@ from vllm import SamplingParams
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.training.rollout.answers import Answer, values_of
 
-# In place of a rank: 1 + the version of the weights, times this, and the 32 bits of the entropy; no rank is as high.
+# Stored as a token's rank: (1 + version of the weights) times this, plus the 32 bits of the entropy. Ranks are
+# smaller.
 ENTROPY_TAG = 1 << 32
 
-# Settings that change the distribution that a token is drawn from, or what the sampler says about it.
+# Settings that change the sampling distribution, or the sampler's values.
 _OF_DISTRIBUTION = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("logit_bias", "bad_words", "allowed_token_ids", "structured_outputs", "thinking_token_budget"),
@@ -27,26 +28,26 @@ _ROUNDING = 1e-3  # above ln V
 
 
 def entropies(ranks: Sequence[int] | np.ndarray) -> np.ndarray:
-    """(n,) float32 entropies in nats that tokens carry as their ranks; NaN for a real rank."""
+    """Return the (n,) float32 entropies, in nats, that tokens carry as their ranks; NaN for a real rank."""
     tagged = np.asarray(ranks, dtype=np.int64)
     return np.where(tagged < ENTROPY_TAG, np.float32("nan"), tagged.astype(np.uint32).view(np.float32))
 
 
 def versions(ranks: np.ndarray) -> np.ndarray:
-    """(n,) int32 versions of the weights that tokens (int64 ranks) were sampled with; -1 for a real rank."""
+    """Return the (n,) int32 versions of the tokens' weights from their int64 ranks; -1 for a real rank."""
     return (ranks // ENTROPY_TAG - 1).astype(np.int32)
 
 
 def refuse_other_distributions(params: SamplingParams, temperature: float) -> None:
-    """Raise TrainingStopped if tokens would be drawn from anything but softmax(logits / ``temperature``)."""
+    """Raise TrainingStopped if ``params`` sample from anything but softmax(logits / ``temperature``)."""
     neutral = SamplingParams(temperature=temperature)
     allowed: dict[str, tuple[Any, ...]] = {name: (getattr(neutral, name), None) for name in _OF_DISTRIBUTION}
     for name, values in (allowed | {"top_k": (0, -1), "logprobs": (None, 0, 1)}).items():
         got = getattr(params, name)
         if got not in values:
             raise TrainingStopped(
-                f"Expected {name} {values[0]!r} among a request's sampling parameters, got {got!r}: entropies from "
-                "the sampler are of the policy's whole distribution. Let the agent leave it as it is, or give "
+                f"Expected {name} {values[0]!r} in a request's sampling parameters, got {got!r}: the sampler's "
+                "entropies are for the policy's whole distribution. Let the agent keep that parameter, or give "
                 "--rollout.entropy actor."
             )
 
@@ -54,11 +55,11 @@ def refuse_other_distributions(params: SamplingParams, temperature: float) -> No
 def sampler_values(
     tokens: list[int], action_ranges: list[tuple[int, int]], answers: Sequence[Answer], vocab_size: int, row: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Values (2, n) float32, log-probs and entropies (nats), of a response's ``tokens`` (n,), prompt included; and the
-    versions (n,) int32 of the weights that sampled them.
+    """Return (2, n) float32 log-probs and entropies (nats) of a response's ``tokens`` (n,), prompt included; and (n,)
+    int32 versions of the weights that sampled them.
 
-    0 and -1 outside ``action_ranges``; NaN and -1 for an action that no answer has in its place, such as one that an
-    agent edited. ``row`` names the response in messages.
+    0 and -1 outside ``action_ranges``; NaN and -1 for an action that no answer has at its place, such as an agent's
+    edit. ``row`` names the response in messages.
 
     Raises:
         TrainingStopped: an answer lacks entropies, or has one outside [0, ln ``vocab_size``].
@@ -82,7 +83,7 @@ def sampler_values(
 
 
 def _said(answer: Any, vocab_size: int, row: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(n,) log-probs, entropies and ranks of an answer's tokens."""
+    """Return (n,) log-probs, entropies and ranks of an answer's tokens."""
     count, most = len(answer.token_ids), math.log(vocab_size)
     said = values_of(answer)[:count]
     log_probs, ranks, entropy = said["log_prob"], said["rank"], entropies(said["rank"])
@@ -94,5 +95,5 @@ def _said(answer: Any, vocab_size: int, row: str) -> tuple[np.ndarray, np.ndarra
     raise TrainingStopped(
         f"Expected a finite log-prob and an entropy in [0, {most:.3f}] for every token that vLLM samples, got {got} "
         f"for token {at} of {count} (id {answer.token_ids[at]}) in an answer for {row}. "
-        "--rollout.entropy actor needs neither."
+        "To train without them, give --rollout.entropy actor."
     )

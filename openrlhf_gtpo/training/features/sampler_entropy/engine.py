@@ -1,4 +1,4 @@
-"""In an engine's actor: has vLLM's sampler report entropies, and gives each row those of its tokens."""
+"""The sampler's entropies in an engine's actor: lets vLLM's sampler report them, and gives them to the rows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,24 +12,23 @@ from openrlhf_gtpo.training.rows import Row
 
 
 class SamplerEntropyInEngine(EngineFeature):
-    """Rows that are trained on carry ``values``, at ``temperature``, and ``versions``."""
+    """An engine's part, which gives ``values`` at ``temperature``, and ``versions``, to rows for training."""
 
     def __init__(self, temperature: float) -> None:
         self._temperature = temperature
         self._vocab_size = 0
 
     async def start(self, llm: Any) -> None:
-        """Raises TrainingStopped if vLLM has a sampler that is not known."""
+        """Let the sampler report entropies. Raises TrainingStopped if vLLM has an unknown sampler."""
         unknown = await llm.collective_rpc("capture_entropy", args=(self._temperature,))
         if any(unknown):
             raise TrainingStopped(
-                f"vLLM uses {unknown[0]} here, a sampler that this package cannot take entropies from; give "
-                "--rollout.entropy actor."
+                f"vLLM uses {unknown[0]} here, a sampler that cannot report entropies; give --rollout.entropy actor."
             )
         self._vocab_size = llm.model_config.get_vocab_size()
 
     def on_request(self, params: Any) -> None:
-        """Raises TrainingStopped if an agent's ``params`` would change the distribution."""
+        """Ask for values. Raises TrainingStopped if an agent's ``params`` change the distribution."""
         refuse_other_distributions(params, self._temperature)
         params.logprobs = 0  # of the sampled token only
         params.flat_logprobs = True  # no objects per token

@@ -1,4 +1,4 @@
-"""Steps whose numbers stand out end the run (``--train.spike_zscore``)."""
+"""Outlier steps, which end the run (``--train.spike_zscore``)."""
 
 from openrlhf_gtpo.training.feature import ControllerFeature, Feature
 from openrlhf_gtpo.training.features.spikes.settings import SPIKES

@@ -1,5 +1,4 @@
-"""Finds steps whose numbers stand out from those before them (``--train.spike_zscore``), by a z-score from medians,
-which no spike moves."""
+"""A watch for outlier steps (``--train.spike_zscore``), by a z-score from medians, which a spike does not move."""
 
 import math
 from collections.abc import Mapping
@@ -11,10 +10,10 @@ from openrlhf_gtpo.report import names
 from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.feature import ControllerFeature
 
-# The only one watched in a step that others' rows have joined, which are far from the policy.
+# The only metric watched in a step that other rows have joined, because these are far from the policy.
 _OF_OWN_ROWS = ("ppo_kl",)
 _WATCHED = ("policy_loss", "kl", "ppo_kl", "actor_grad_norm")
-_WINDOW, _ENOUGH = 50, 20  # steps to look back at, and steps needed before one is judged
+_WINDOW, _ENOUGH = 50, 20  # steps to compare with, and their minimum
 _RECENT = "recent_metrics"  # in a checkpoint
 
 
@@ -28,7 +27,7 @@ class Spikes(ControllerFeature):
         self.recent: dict[str, list[float]] = {}
 
     def on_step(self, step: int, metrics: dict[str, Any]) -> None:
-        """Record a step's metrics. Raises Restartable if one of them is a spike."""
+        """Record a step's metrics; raise Restartable if one of them is a spike."""
         limit = self.args.train.spike_zscore
         for name in _OF_OWN_ROWS if metrics.get(names.RESCUE_ROWS) else _WATCHED:
             value, before = metrics.get(name), self.recent.setdefault(name, [])
@@ -39,8 +38,8 @@ class Spikes(ControllerFeature):
             if len(before) >= _ENOUGH and value - middle > limit * spread > 0:
                 raise Restartable(
                     f"{name} of step {step} is {value:.4g}, {(value - middle) / spread:.1f} robust standard deviations"
-                    f" above the {middle:.4g} of the {len(before)} steps before it (--train.spike_zscore "
-                    f"{limit:g}). It is not saved."
+                    f" above the median {middle:.4g} of the {len(before)} steps before it (--train.spike_zscore "
+                    f"{limit:g}). The step is not saved."
                 )
             before.append(value)
             del before[:-_WINDOW]
