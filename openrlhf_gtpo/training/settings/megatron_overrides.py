@@ -1,7 +1,7 @@
-"""``--megatron.override`` and ``--megatron.ddp FIELD=VALUE``: turns words of a command line into values of Megatron's
-``TransformerConfig`` and ``DistributedDataParallelConfig``.
+"""Values of ``--megatron.override`` and ``--megatron.ddp FIELD=VALUE`` for Megatron's ``TransformerConfig`` and
+``DistributedDataParallelConfig``.
 
-Megatron is imported only when it is needed, so that a command line without the flag does not wait for it.
+Megatron is imported only if needed, so that a command line without these flags does not wait for it.
 """
 
 import dataclasses
@@ -15,8 +15,7 @@ from typing import Any, Literal
 from openrlhf_gtpo.errors import UsageError, one_line
 from openrlhf_gtpo.megatron.parallel.layout import SIZES
 
-# Fields with which a run would train something else without a word, after the remedy or reason. All
-# others are the user's to set.
+# Fields that would silently change what is trained, by remedy or reason. The user may set all others.
 _SILENT = {
     "it comes from the checkpoint's config.json": (
         "num_layers layernorm_epsilon rotary_interleaved softmax_scale window_size"
@@ -43,20 +42,20 @@ FLAGS = {
 
 
 def parse_overrides(words: Sequence[str], flag: str = "override") -> dict[str, Any]:
-    """Field of ``flag``'s dataclass -> value, in the field's own type.
+    """Parse FIELD=VALUE ``words`` into values by field, in the types of ``flag``'s dataclass.
 
-    Values: ``true`` or ``false``; a number; one of the field's choices; a member's name for an enumeration; items
-    with commas between them for a list; ``none`` if the field may be empty.
+    A value is ``true`` or ``false``, a number, one of the field's choices, an enumeration's member, a list with
+    commas, or ``none`` if the field may be empty.
 
     Raises:
-        UsageError: the first of ``words`` that cannot be used; the message says what could.
+        UsageError: the first word that cannot be used, with what could.
     """
     if not words:
         return {}
     module, name_of_config, silent = FLAGS[flag]
     refused = {name: reason for reason, names in silent.items() for name in names.split()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about what this process lacks for training, which others do
+        warnings.simplefilter("ignore")  # about libraries for training, which happens in other processes
         config = getattr(importlib.import_module(f"megatron.core.{module}"), name_of_config)
 
     hints = typing.get_type_hints(config)
@@ -76,7 +75,7 @@ def parse_overrides(words: Sequence[str], flag: str = "override") -> dict[str, A
 
 
 def _value(shown: str, text: str, hint: Any) -> Any:
-    """``text`` as a value of the type ``hint``: the first of its readings that pydantic takes."""
+    """Read ``text`` as a value of the type ``hint``: the first reading that pydantic accepts."""
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
     members = getattr(hint, "__members__", None)  # of an enumeration, whose values may be any
