@@ -1,5 +1,6 @@
-"""The three ways in which a run ends on purpose; a command line prints only their message, without a stack trace. Also
-the error that lower rooms, which know nothing of command lines, raise for settings that cannot work."""
+"""The exceptions that end a run on purpose, and an error for settings that cannot work, raised by rooms that know
+nothing about command lines. A command line prints only their message, without a stack trace.
+"""
 
 import difflib
 import re
@@ -15,26 +16,27 @@ class UsageError(ValueError):
 
 
 class TrainingStopped(RuntimeError):
-    """Training cannot go on: it must not learn from its data (a NaN, a failed reward; raised before weights change),
-    there are none, a checkpoint cannot be written, or more engines were lost than the run allows."""
+    """Training cannot continue. The data are missing or must not be learned from (a NaN, a failed reward), a
+    checkpoint cannot be written, or more engines were lost than the run allows. Bad data raise this before any weight
+    changes."""
 
 
 class Restartable(TrainingStopped):
-    """Training stopped for a reason that need not recur, such as the death of a node or process: a supervised run
+    """Training stopped for a reason that may not recur, such as the death of a node or process. A supervised run
     (``--train.max_restarts``) resumes from its last checkpoint."""
 
 
 class StoppedOnRequest(RuntimeError):
-    """Training was asked to stop, and did so before its first step, or after one whose checkpoint is written."""
+    """Training stopped on request, either before its first step or after a step whose checkpoint is written."""
 
 
 def one_line(error: object) -> str:
-    """The words of an error, or of any text, in one line; the type of an error that has none."""
+    """Put the text of an error, or any other text, on one line; the error's type if it has no text."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def with_near_flag(message: str, known: Iterable[str]) -> str:
-    """argparse's message; on a flag that it does not know, with the known one that is most like it."""
+    """Return argparse's message. If it is about an unknown flag, append the most similar known flag."""
     if not message.startswith("unrecognized"):
         return message
     unknown = next((word.partition("=")[0] for word in message.split() if word.startswith("--")), "")
@@ -43,9 +45,11 @@ def with_near_flag(message: str, known: Iterable[str]) -> str:
 
 
 def last_error(error: object, most: int) -> str:
-    """The words of an error in one line, cut after ``most`` characters; of one whose text is a traceback, as of Ray's,
-    those at the traceback's end: from the last line on that is not indented and follows one that is. If Ray's memory
-    monitor ended it, its list of who used the memory is whole (2.55, raylet)."""
+    """Put the text of an error on one line, cut after ``most`` characters.
+
+    If the text is a traceback, as in Ray's errors, only its end counts: everything from the last unindented line that
+    follows an indented one. The list of memory users that Ray's memory monitor appends is kept (2.55, raylet).
+    """
     lines = str(error).strip().splitlines()
     ends = [n for n in range(1, len(lines)) if lines[n - 1][:1].isspace() and not lines[n][:1].isspace() and lines[n]]
     words = one_line("\n".join(lines[ends[-1] :])) if ends else one_line(error)
@@ -66,5 +70,5 @@ class SettingError(ValueError):
         self.sentence = sentence
 
     def with_flags(self, flag: Callable[[str], str]) -> str:
-        """The sentence with ``flag(name)`` in place of each ``$name``."""
+        """Return the sentence with each ``$name`` replaced by ``flag(name)``."""
         return re.sub(_SETTING, lambda match: flag(match[1]), self.sentence)

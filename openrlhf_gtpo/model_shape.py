@@ -1,4 +1,4 @@
-"""A decoder-only model as numbers: its ``config.json``, its parameters by part and rank, and the arithmetic it does.
+"""A decoder-only model as numbers: its ``config.json``, its parameters by part and rank, and its operations.
 
 Owns the one reader of ``config.json``, the one formula for floating-point operations and the one count of parameters.
 The latter two describe the model that the Megatron actor builds (``megatron/families.py``), not an ideal one.
@@ -53,7 +53,7 @@ def read_config(source: str | Path) -> dict[str, Any]:
     """Read the fields of a model's ``config.json``, with its configuration class's defaults but without transformers.
 
     Args:
-        source: a name in :data:`PRESETS`, theirs on the Hub, a ``config.json``, or a folder with one.
+        source: a name in :data:`PRESETS` or of the same model on the Hub, a ``config.json``, or a folder with one.
 
     Raises:
         UsageError: ``source`` is none of these.
@@ -72,14 +72,14 @@ def read_config(source: str | Path) -> dict[str, Any]:
     except ValueError as error:
         reason = f"it is not JSON: {error}"
     raise UsageError(
-        f"{str(source)!r} is neither {', '.join([*PRESETS, *HUB])} nor a Hugging Face config.json or a folder with "
-        f"one ({reason})."
+        f"{str(source)!r} is not a model that can be read ({reason}). Give one of {', '.join([*PRESETS, *HUB])}, a "
+        "Hugging Face config.json, or a folder with one."
     )
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a model of one of the :data:`FAMILIES`, or of one that is like them.
+    """Sizes of a model of one of the :data:`FAMILIES`, or of a similar model.
 
     Fields:
         hidden_size: H.
@@ -108,7 +108,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Any) -> "ModelShape":
-        """The shape of a Hugging Face configuration, or any object with the fields of its ``config.json``.
+        """Read the shape from a Hugging Face configuration, or from any object with the fields of its ``config.json``.
 
         Raises:
             UsageError: a size is missing, or not a whole number from 1.
@@ -117,7 +117,9 @@ class ModelShape:
         def size(*names: str, default: int | None = None) -> int:
             value = next((found for name in names if (found := getattr(config, name, None)) is not None), default)
             if not isinstance(value, int) or value < 1:
-                raise UsageError(f"Expected a whole number {names[0]} >= 1 in its config.json, got {value!r}.")
+                raise UsageError(
+                    f"Expected {names[0]} in the model's config.json to be a whole number >= 1, got {value!r}."
+                )
             return value
 
         kind, heads = config.model_type, size("num_attention_heads")
@@ -171,8 +173,12 @@ class ModelShape:
         return parts | {"router": hidden * self.num_experts, "experts": self.num_experts // expert * mlp // tensor}
 
     def adapter_parameters(self, rank: int, tensor: int = 1) -> int:
-        """Parameters of one decoder layer's low-rank adapters of ``rank`` on one rank, for attention and a dense MLP:
-        of each matrix one factor is sharded over TP, as the matrix, and every rank has the other."""
+        """Parameters of one decoder layer's adapters of LoRA rank ``rank`` on one process, for attention and a dense
+        MLP.
+
+        One factor of each matrix is sharded over TP like the matrix itself. Every process holds the whole other
+        factor.
+        """
         hidden, query, key_value = self.hidden_size, self.query_width, self.key_value_width
         whole = hidden * 3 + hidden  # A of query, key and value; B of the projection
         sharded = query + 2 * key_value + query
@@ -204,12 +210,11 @@ class ModelShape:
 
 
 def decoder_flops(shape: ModelShape, lengths: Iterable[int]) -> int:
-    """Floating-point operations of the decoder layers' products in one forward pass over sequences of these lengths.
+    """Count the floating-point operations of the decoder layers in one forward pass over sequences of these lengths.
 
-    A multiplication and an addition are two. Of attention's products, only what the causal mask keeps counts; norms,
-    biases, rotary embedding, softmax and activation functions do not count, nor do embedding and head. Among experts,
-    those that a token is routed to count, and so does the router. A backward pass has twice as many operations;
-    recomputed activations add nothing.
+    Only matrix products count, and a multiplication with its addition is two operations. Attention counts only what
+    the causal mask keeps. Of the experts, only the ones that a token is routed to count, plus the router. Embedding
+    and head are left out. A backward pass has twice as many operations. Recomputed activations add nothing.
     """
     lengths = list(lengths)
     hidden, query = shape.hidden_size, shape.query_width
@@ -222,12 +227,14 @@ def decoder_flops(shape: ModelShape, lengths: Iterable[int]) -> int:
 
 
 def head_flops(shape: ModelShape, tokens: int) -> int:
-    """FLOPs of the LM head's product in a forward pass over the tokens it is applied to; padded columns do not
-    count."""
+    """Count the FLOPs of the LM head in a forward pass over the tokens it is applied to, without padded columns."""
     return 2 * tokens * shape.hidden_size * shape.vocab_size
 
 
 def forward_flops(shape: ModelShape, lengths: Iterable[int], response_tokens: int) -> int:
-    """FLOPs of the whole model: :func:`decoder_flops` over all tokens and :func:`head_flops` over those of responses,
-    since the actor applies its head only at the positions that predict an action."""
+    """Count the FLOPs of the whole model: :func:`decoder_flops` over all tokens, :func:`head_flops` over response
+    tokens.
+
+    The actor applies its head only at the positions that predict an action.
+    """
     return decoder_flops(shape, lengths) + head_flops(shape, response_tokens)

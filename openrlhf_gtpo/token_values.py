@@ -1,4 +1,6 @@
-"""The tokens that a forward pass is given, and the values that it, or a sampler, returns for computing advantages.
+"""The tokens that go into a forward pass, and the values that advantages are computed from.
+
+The values come from the forward pass or from the sampler.
 
 Depends only on torch.
 """
@@ -7,16 +9,18 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# A row: token ids (n,), and which of them are actions (n,) bool; never the first, which nothing predicts. A third
-# tensor, for a mixture of experts, says where each token goes: (n, layers, k) experts, uint8 or int16, whose largest
-# number stands for no expert: there the router decides.
+# A row: token ids (n,), and which of them are actions (n,) bool; never the first, which nothing predicts. A mixture of
+# experts has a third tensor with the experts that each token goes to: (n, layers, k), uint8 or int16. The dtype's
+# largest number stands for no expert: there the router decides.
 TokenRow = tuple[Tensor, ...]
 MicroBatch = list[TokenRow]
 
 
 class TokenValues(NamedTuple):
-    """Log-probs of tokens and entropies (nats) of the distributions they come from, of one shape: (B, T), 0 outside
-    actions, or (N,), the actions of all rows alone."""
+    """Log-probs of tokens, and entropies (nats) of the distributions that they were drawn from.
+
+    Both are either (B, T) with 0 outside actions, or (N,) with only the actions of all rows.
+    """
 
     log_probs: Tensor
     entropy: Tensor

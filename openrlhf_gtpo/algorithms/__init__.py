@@ -1,6 +1,6 @@
 """GTPO and GRPO-S (arXiv 2508.04349) and their baselines: entropies and outcomes in, advantages and losses out.
 
-Pure functions of torch tensors. This package must not know where rollouts come from, who trains, or about OpenRLHF.
+Pure functions of torch tensors. This package must not know where rollouts come from, who trains, or what OpenRLHF is.
 """
 
 from .baselines import (

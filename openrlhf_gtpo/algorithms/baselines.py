@@ -19,10 +19,10 @@ from .grpo_s import GRPOSConfig
 def grpo_advantages(
     entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor, length_penalty: Tensor | None = None
 ) -> Tensor:
-    """GRPO's advantages (arXiv 2402.03300, section 4.1.2): (r - mean) / std over the rows of a group, one per row.
+    """Compute GRPO's advantages (arXiv 2402.03300, section 4.1.2): (r - mean) / std over a group's rows, one per row.
 
     As in OpenRLHF's ``group_norm``, the std is the unbiased one plus ``STD_EPS``. Arguments, errors and return value
-    are those of :func:`gtpo_advantages`; the entropies do not enter.
+    are the same as for :func:`gtpo_advantages`, but the entropies are not used.
     """
     advantages = torch.zeros_like(entropy, dtype=output_dtype(entropy))
     for rows in row_sets(entropy, mask, outcome, group_ids, GRPOSConfig(scope="group"), length_penalty):
@@ -54,9 +54,11 @@ def forking_tokens_advantages(
     config: ForkingTokensConfig,
     length_penalty: Tensor | None = None,
 ) -> Tensor:
-    """GRPO's advantages at the tokens of :func:`forking_token_mask` and 0 at the others. Those get no policy loss, but
-    still count where a mean over tokens is taken. The entropies are the old policy's and their batch is the whole
-    rollout, however it is split into optimizer steps; only metrics read ``success_threshold``.
+    """Keep GRPO's advantages at the tokens of :func:`forking_token_mask` and set the others to 0.
+
+    The other tokens get no policy loss, but still count in means over tokens. The entropies are the old policy's, and
+    the fraction is taken over the whole rollout, however it is split into optimizer steps. Only metrics read
+    ``success_threshold``.
 
     Same arguments, errors and return value as :func:`gtpo_advantages`.
     """
@@ -67,7 +69,7 @@ def forking_tokens_advantages(
 def forking_tokens_shares(
     entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor, config: ForkingTokensConfig
 ) -> Tensor:
-    """(N,) values: 1 for each action token that is trained on, 0 for the others."""
+    """Return (N,) values: 1 for each action token that is trained on, 0 for the others."""
     return forking_token_mask(entropy, mask, config.top_fraction)[mask].double()
 
 
@@ -88,8 +90,10 @@ def entropy_bonus_advantages(
     config: EntropyBonusConfig,
     length_penalty: Tensor | None = None,
 ) -> Tensor:
-    """GRPO's advantages with :func:`entropy_advantage_bonus` added. The entropies are the old policy's, however the
-    rollout is split into optimizer steps; only metrics read ``success_threshold``.
+    """Add :func:`entropy_advantage_bonus` to GRPO's advantages.
+
+    The entropies are the old policy's, however the rollout is split into optimizer steps. Only metrics read
+    ``success_threshold``.
 
     Same arguments, errors and return value as :func:`gtpo_advantages`.
     """
@@ -100,17 +104,19 @@ def entropy_bonus_advantages(
 def entropy_bonus_shares(
     entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor, config: EntropyBonusConfig
 ) -> Tensor:
-    """The bonus of each action token, (N,)."""
+    """Return the bonus of each action token, (N,)."""
     advantages = grpo_advantages(entropy, mask, outcome, group_ids).double()
     return (entropy_advantage_bonus(advantages, entropy, mask, config.alpha, config.kappa) - advantages)[mask]
 
 
 @torch.no_grad()
 def forking_token_mask(entropy: Tensor, mask: Tensor, top_fraction: float = 0.2) -> Tensor:
-    """Action tokens that keep their policy loss: the top ``top_fraction`` (rho) by entropy (arXiv 2506.01939).
+    """Select the action tokens that keep their policy loss: the top ``top_fraction`` rho by entropy (arXiv
+    2506.01939).
 
     The paper keeps tokens with H >= tau_rho; here tau_rho is the ceil(rho N)-th largest of the batch's N entropies.
-    Tokens tied with it are kept, so more than rho may remain if entropies are equal. Multiply the loss mask by it.
+    Tokens tied with it are kept, so more than rho may remain if entropies are equal. The result multiplies the loss
+    mask.
 
     Args:
         entropy: (B, T) nats. mask: (B, T) bool.
@@ -126,14 +132,14 @@ def forking_token_mask(entropy: Tensor, mask: Tensor, top_fraction: float = 0.2)
     tokens = entropy[mask]
     if tokens.numel() == 0:
         return mask.clone()
-    # 1e-9: rho N is meant exactly, so 0.1 * 30 must not round up to 4 tokens.
+    # 1e-9: rho N is meant as an exact product, so 0.1 * 30 must not round up to 4 tokens.
     num_kept = max(1, math.ceil(top_fraction * tokens.numel() - 1e-9))
     threshold = tokens.kthvalue(tokens.numel() - num_kept + 1).values
     return (entropy >= threshold) & mask
 
 
 def entropy_advantage_bonus(advantages: Tensor, entropy: Tensor, mask: Tensor, alpha: float, kappa: float) -> Tensor:
-    """A + min(alpha H, |A| / kappa), with H detached; kappa > 1 keeps the sign of A (arXiv 2506.14758).
+    """Compute A + min(alpha H, |A| / kappa), with H detached; kappa > 1 keeps the sign of A (arXiv 2506.14758).
 
     Args:
         advantages: (B, T). entropy: (B, T) nats. mask: (B, T) bool.

@@ -1,11 +1,11 @@
-"""Checks of tensors: shapes that would broadcast in silence, and values that are not finite, named with their row."""
+"""Checks of tensors: shapes that would broadcast silently, and values that are not finite. Errors name the row."""
 
 import torch
 from torch import Tensor
 
 
 def check_tokens(mask: Tensor, **tensors: Tensor) -> None:
-    """Refuse a mask that is not (B, T) bool, or named tensors of another shape."""
+    """Reject a mask that is not (B, T) bool, and named tensors of another shape."""
     if mask.dim() != 2 or mask.dtype != torch.bool:
         raise ValueError(f"mask has shape {tuple(mask.shape)} and dtype {mask.dtype}, but it must be (B, T) bool.")
     for name, values in tensors.items():
@@ -16,7 +16,7 @@ def check_tokens(mask: Tensor, **tensors: Tensor) -> None:
 
 
 def check_rows(name: str, values: Tensor, num_rows: int) -> None:
-    """Refuse a per-row vector of the wrong length or with a NaN or infinity in it."""
+    """Reject a per-row vector of the wrong length, or with a NaN or infinity in it."""
     if values.shape != (num_rows,):
         raise ValueError(
             f"{name} has shape {tuple(values.shape)}, but the batch has {num_rows} rows; "
@@ -29,7 +29,7 @@ def check_rows(name: str, values: Tensor, num_rows: int) -> None:
 
 
 def check_finite(name: str, values: Tensor, mask: Tensor) -> None:
-    """Refuse a NaN or infinity at an action token of (B, T) ``values``; values outside the mask are ignored."""
+    """Reject a NaN or infinity at an action token of (B, T) ``values``. Values outside the mask are ignored."""
     bad = ~torch.isfinite(values) & mask
     if bad.any():
         row, column = (int(index) for index in bad.nonzero()[0])

@@ -1,4 +1,5 @@
-"""What settings of estimators and surrogates share, and checks that refuse invalid values. Uses no tensors."""
+"""The base of all settings of estimators and surrogates, and the checks that reject invalid values. Uses no
+tensors."""
 
 import dataclasses
 import math
@@ -34,17 +35,17 @@ def check_number(
 
 
 def setting(default: Any, help: str, *, variants: tuple[str, ...] = (), **bounds: float) -> Any:
-    """A field of :class:`Settings`: its default, its help on the command line, and where it applies.
+    """Declare a field of :class:`Settings`: its default, its help on the command line, and where it applies.
 
     Args:
-        variants: the values of the field ``variant`` that read it; () for all of them.
-        bounds: for a number, those of :func:`check_number`.
+        variants: the values of ``variant`` under which the field is read; () for all of them.
+        bounds: the bounds of a number, as for :func:`check_number`.
     """
     return dataclasses.field(default=default, metadata={"help": help, "variants": variants, "bounds": bounds})
 
 
 class Settings:
-    """Base class for dataclasses of settings; refuses a field that is out of range.
+    """Base class for dataclasses of settings. Rejects a field that is out of range.
 
     Raises:
         ValueError: a ``float`` that is out of bounds or not finite, or an invalid value of a ``Literal`` or ``bool``.

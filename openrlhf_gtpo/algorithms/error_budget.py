@@ -1,4 +1,4 @@
-"""The effect of a lower-precision forward pass on entropy credit, from a comparison of two passes over one batch."""
+"""The effect of a lower-precision forward pass on entropies and advantages, by comparing two passes over one batch."""
 
 import math
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def error_budget(
     shares: Callable[[Tensor], Tensor],
     advantages: Callable[[Tensor], Tensor],
 ) -> ErrorBudget:
-    """Compare ``rough`` with ``exact``.
+    """Compare the values of a ``rough`` forward pass with the values of an ``exact`` one.
 
     Args:
         exact, rough: values of the same batch.
@@ -73,7 +73,8 @@ def error_budget(
 
 
 def rank_correlation(x: Tensor, y: Tensor) -> float:
-    """Spearman's coefficient of (N,) values, with ties at their mean rank; 1 if neither varies, 0 if only one does."""
+    """Compute Spearman's coefficient of (N,) values; ties get their mean rank. 1 if neither varies, 0 if only one
+    does."""
     x_ranks, y_ranks = _ranks(x), _ranks(y)
     x_spread, y_spread = x_ranks.std(correction=0).item(), y_ranks.std(correction=0).item()
     if x_spread == 0 or y_spread == 0:

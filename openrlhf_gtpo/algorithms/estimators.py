@@ -12,20 +12,20 @@ from .rewards import CreditParts
 
 @dataclass(frozen=True)
 class Estimator:
-    """What a training step needs from an estimator; shapes and errors are those of its functions.
+    """What a training step needs from an estimator. Shapes and errors are documented at its functions.
 
     Fields:
         summary: what gets the credit, for command-line help.
         config: a dataclass of settings that validates itself; each field is a flag ``--algo.NAME.FIELD``. It has a
-            ``success_threshold``; its ``ratio_mean``, if it has one, is for the sequence-level loss.
-        level: the level of the loss that its advantages go with.
+            ``success_threshold``. Its ``ratio_mean``, if any, is for the sequence-level loss.
+        level: the level of the loss that fits its advantages.
         advantages: takes entropy, mask, outcome, group_ids, config and length_penalty; returns (B, T).
         shares: takes entropy, mask, outcome, group_ids and config; returns (N,), one per action token or per response.
         parts: takes the arguments of ``advantages``; returns what the advantages are computed from, (B, T) at token
-            level and (B,) at sequence level. None if there is more to them than A = (reward - mean) / std.
-        formula: takes a config and whether a row succeeded; returns the row's reward as text, with {outcome} and
-            {share} for a page to fill in. Only with ``parts``.
-        leaves_out: whether tokens to which it gives no credit have no policy loss; a KL reward would give them one.
+            level and (B,) at sequence level. None if the advantages are more than A = (reward - mean) / std.
+        formula: takes a config and whether a row succeeded; returns the row's reward as text, with placeholders
+            {outcome} and {share} for a page. Only with ``parts``.
+        leaves_out: whether tokens without an advantage have no policy loss. A KL reward would give them one.
     """
 
     summary: str

@@ -1,6 +1,6 @@
-"""Rows in their groups, and the mean and std that rewards are normalized with.
+"""The grouping of rows, and the mean and std that normalize rewards.
 
-Rows of a group need not be adjacent, groups may differ in size, and group ids are any integers.
+The rows of a group need not be adjacent, groups may differ in size, and group ids may be any integers.
 """
 
 from collections.abc import Iterator
@@ -17,13 +17,13 @@ STD_EPS = 1e-9  # added to the std, as OpenRLHF's group_norm does
 
 @dataclass(frozen=True)
 class Rows:
-    """R rows of a batch that are normalized together: those of one group, or the whole batch.
+    """R rows of a batch that are normalized together: the rows of one group, or the whole batch.
 
-    What is known per row is (R, 1), so that it broadcasts over (R, T) tokens.
+    Per-row values are (R, 1), so that they broadcast over (R, T) tokens.
     """
 
     index: Tensor | slice  # where the rows are in the batch
-    entropy: Tensor  # (R, T) nats, as given: outside the mask it may be anything, NaN included
+    entropy: Tensor  # (R, T) nats, as given: anything outside the mask, NaN included
     mask: Tensor  # (R, T) bool, True at action tokens
     outcome: Tensor  # (R, 1) float64
     won: Tensor  # (R, 1) bool, True for rows of O+
@@ -32,7 +32,7 @@ class Rows:
 
     @property
     def polarity(self) -> Tensor:
-        """(R, 1) int64, equal for the rows of a group's O+ and for those of its O-."""
+        """(R, 1) int64, one number for the rows of a group's O+ and another for the rows of its O-."""
         return 2 * self.group + self.won
 
     @property
@@ -47,13 +47,13 @@ class Rows:
 
 
 def success(outcome: Tensor, threshold: float = 1.0) -> Tensor:
-    """True for each row that belongs to O+.
+    """Tell which rows belong to O+.
 
     Args:
         outcome: (B,) outcome rewards before any length penalty.
-        threshold: rows with outcome >= threshold belong to O+. Both are compared in float32, which a run's rewards
-            have, or in the outcome's precision if that is coarser: a float32 reward of 0.9 is not below 0.9, and
-            0.7 + 0.2 + 0.1 is not below 1, though they would be in float64.
+        threshold: rows with outcome >= threshold belong to O+. Both are compared in float32, the dtype of a run's
+            rewards, or in the outcome's precision if that is coarser. In float64, a float32 reward of 0.9 would be
+            below 0.9, and 0.7 + 0.2 + 0.1 would be below 1.
 
     Returns:
         (B,) bool.
@@ -71,9 +71,9 @@ def row_sets(
     config: ShapingConfig,
     length_penalty: Tensor | None = None,
 ) -> Iterator[Rows]:
-    """The rows that are normalized together: one group after another, or the batch at once.
+    """Yield the rows that are normalized together: one group after another, or the whole batch at once.
 
-    One group after another keeps float64 tensors as small as a group, whatever the size of the batch.
+    Going group by group keeps float64 tensors as small as a group, whatever the size of the batch.
 
     Raises:
         ValueError: shapes that do not fit, a NaN or infinity (the message names the row), or a group of one row under
@@ -93,9 +93,9 @@ def row_sets(
         if isinstance(index, Tensor) and len(index) < 2:
             row = int(index)
             raise ValueError(
-                f"group_ids: group {group_ids[row].item()} has only row {row}, but scope='group' normalizes over "
-                "the rows of a group; sample at least 2 responses per prompt or, if the estimator has it, "
-                "use scope='batch'."
+                f"group_ids: group {group_ids[row].item()} has only row {row}, but scope='group' normalizes over the "
+                "rows of a group; sample at least 2 responses per prompt or, if the estimator has it, use "
+                "scope='batch'."
             )
         yield Rows(
             index,
@@ -109,10 +109,10 @@ def row_sets(
 
 
 def mean_by(values: Tensor, key: Tensor, counted: Tensor, mean: Mean = "arithmetic") -> Tensor:
-    """The mean of ``values`` over all ``counted`` entries with the same key; 0, or 1 if geometric, if there is none.
+    """Average ``values`` over all ``counted`` entries with the same key; 0, or 1 if geometric, where there are none.
 
     Args:
-        values: (R, T) float64, read only where they are counted.
+        values: (R, T) float64, read only where ``counted``.
         key: (R, T) int64, or (R, 1) if all entries of a row have the same.
         counted: (R, T) bool.
 
@@ -129,10 +129,11 @@ def mean_by(values: Tensor, key: Tensor, counted: Tensor, mean: Mean = "arithmet
 
 
 def mean_and_std(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased std of (N,) float64 values, two scalars; no values have mean 0, and fewer than two have std 0.
+    """Compute mean and unbiased std of (N,) float64 values, two scalars. Of no values the mean is 0, of one the std is
+    0.
 
-    Equal values have exactly that mean and std 0. A rounded mean and std would leave a residue that the division by
-    ``STD_EPS`` makes as large as an advantage.
+    Equal values give exactly their value and std 0. A rounded mean and std would leave a residue, which the division
+    by ``STD_EPS`` would make as large as an advantage.
     """
     if not len(values):
         return values.new_zeros(()), values.new_zeros(())
@@ -144,12 +145,12 @@ def mean_and_std(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def normalization(reward: Tensor, counted: Tensor, won: Tensor, config: ShapingConfig) -> tuple[Tensor, Tensor]:
-    """The mean and std that a row's rewards are normalized with (Eq. 3, 8; Eq. 14, 15, 19; rev. Eq. 6).
+    """Compute the mean and std that normalize a row's rewards (Eq. 3, 8; Eq. 14, 15, 19; rev. Eq. 6).
 
     Args:
         reward: (R, T), or (R, 1) with one reward per row. In two-set variants a row of O+ has r+, and a row of O- has
-            r-. Either is 0 on the rows of the other set; those zeros count unless ``normalize_over`` is "polarity".
-        counted: bool, the rewards that count.
+            r-. Either is 0 on the rows of the other set. Those zeros count unless ``normalize_over`` is "polarity".
+        counted: bool, which rewards count.
         won: (R, 1) bool, True for rows of O+.
 
     Returns:

@@ -1,8 +1,8 @@
 """GRPO-S (arXiv 2508.04349): one reward per response, shaped by its mean entropy.
 
-From the top: settings, shares, rewards, advantages. R rows are normalized together, those of a group or of the batch
-(``scope``). To try another sequence reward, change :func:`positive_sequence_reward` or
-:func:`negative_sequence_reward`. The loss must be the sequence-level one.
+From the top: settings, shares, rewards, advantages. R rows are normalized together: a group, or the batch (``scope``).
+To try another sequence reward, change :func:`positive_sequence_reward` or :func:`negative_sequence_reward`. The loss
+must be the sequence-level one.
 """
 
 from dataclasses import dataclass
@@ -39,31 +39,32 @@ class GRPOSConfig(ShapingConfig):
 
 
 def sequence_entropy(rows: Rows, config: GRPOSConfig) -> Tensor:
-    """The mean entropy H-hat of each response (Eq. 5), (R, 1) float64 nats; ``entropy_eps`` without action tokens."""
+    """Compute the mean entropy H-hat of each response (Eq. 5), (R, 1) float64 nats; ``entropy_eps`` without action
+    tokens."""
     entropy = rows.entropy.double().clamp_min(config.entropy_eps)  # (R, T)
     row = torch.arange(len(rows.mask), device=rows.mask.device)[:, None]
     return mean_by(entropy, row, rows.mask, config.entropy_mean).where(rows.has_tokens, config.entropy_eps)
 
 
 def sequence_shares(entropy: Tensor, rows: Rows) -> Tensor:
-    """share of each response: H-hat over its mean in O+, or 1 / H-hat over its mean in O- (Eq. 5, 17). (R, 1) each.
+    """Compute each response's share, (R, 1): H-hat over its mean in O+, or 1 / H-hat over its mean in O- (Eq. 5, 17).
 
-    A row without action tokens has no entropy: it is left out of the means and gets the neutral share 1. (With
-    H-hat = entropy_eps it would take the whole share of its O-.)
+    A row without action tokens has no entropy. It is left out of the means and gets the neutral share 1. (With H-hat =
+    entropy_eps it would take the whole share of its O-.)
     """
     weight = torch.where(rows.won, entropy, 1 / entropy)
     return (weight / mean_by(weight, rows.polarity, rows.has_tokens)).where(rows.has_tokens, 1)
 
 
 def positive_sequence_reward(share: Tensor, outcome: Tensor, config: GRPOSConfig) -> Tensor:
-    """r+ of rows of O+ from their entropy share: Eq. 5; rev. Eq. 9. (B,) and (B,) -> (B,)."""
+    """Compute r+, the reward of rows of O+, from their entropy share: Eq. 5; rev. Eq. 9. (B,) and (B,) -> (B,)."""
     if config.variant in ("v1", "v2"):
         return outcome + config.beta * share
     return config.beta1 * outcome + config.beta2 * share
 
 
 def negative_sequence_reward(share: Tensor, config: GRPOSConfig) -> Tensor:
-    """The reward of rows of O- from their share of 1/H-hat: 0; Eq. 17; rev. Eq. 9. (B,) -> (B,)."""
+    """Compute the reward of rows of O- from their share of 1/H-hat: 0; Eq. 17; rev. Eq. 9. (B,) -> (B,)."""
     if config.variant == "v1":
         return torch.zeros_like(share)
     if config.variant == "v2":
@@ -72,7 +73,7 @@ def negative_sequence_reward(share: Tensor, config: GRPOSConfig) -> Tensor:
 
 
 def sequence_reward_formula(config: GRPOSConfig, succeeded: bool) -> str:
-    """The two rewards above as text, with {outcome} and {share} as placeholders."""
+    """Write the two rewards above as text, with {outcome} and {share} as placeholders."""
     outcome, share = config.beta1, config.beta2
     if not succeeded:
         return {"v2": "−{share}", "v3": f"−{outcome:g} − {share:g}·{{share}}"}.get(config.variant, "0")
@@ -82,7 +83,7 @@ def sequence_reward_formula(config: GRPOSConfig, succeeded: bool) -> str:
 
 
 def _credit(rows: Rows, config: GRPOSConfig) -> CreditParts:
-    """What the advantages of R rows are made of, (R, 1) float64 each."""
+    """The parts of the advantages of R rows, (R, 1) float64 each."""
     entropy = sequence_entropy(rows, config)
     share = sequence_shares(entropy, rows)
     positive = positive_sequence_reward(share, rows.outcome, config)
@@ -101,7 +102,9 @@ def grpo_s_advantages(
     config: GRPOSConfig,
     length_penalty: Tensor | None = None,
 ) -> Tensor:
-    """Sequence advantages, the same for all action tokens of a row (Eq. 8, 19). A row counts once, however long it is.
+    """Compute sequence advantages, the same for all action tokens of a row (Eq. 8, 19).
+
+    A row counts once in the statistics, however long it is.
 
     Args:
         entropy: (B, T) entropy of the old policy at each token, in nats; detached, and read only inside the mask.
@@ -110,7 +113,7 @@ def grpo_s_advantages(
         group_ids: (B,) int, equal for the responses to one prompt; rows of a group need not be adjacent.
         config: variant and options.
         length_penalty: (B,) R(i), usually from :func:`length_penalty`, or None. Added after shaping to a row's reward
-            in its own set; it never affects success.
+            in its own set. It never affects success.
 
     Returns:
         (B, T), 0 where the mask is False and in uniform groups (unless ``shape_uniform_groups``); float32, or float64
@@ -124,8 +127,8 @@ def grpo_s_advantages(
     for rows in row_sets(entropy, mask, outcome, group_ids, config, length_penalty):
         _, reward, mean, std, _ = _credit(rows, config)
         if config.variant == "v1" and config.beta == 0:
-            # This is GRPO. OpenRLHF's group_norm takes the difference and the quotient in the precision of the
-            # rewards, and rounding at the same places makes the two agree bit for bit.
+            # This is GRPO. OpenRLHF's group_norm subtracts and divides in the precision of the rewards. Rounding in
+            # the same places makes the two agree bit for bit.
             reward, mean, std = (values.to(advantages.dtype) for values in (reward, mean, std))
         advantage = (reward - mean) / (std + STD_EPS)
         if not config.shape_uniform_groups:
@@ -143,7 +146,7 @@ def grpo_s_parts(
     config: GRPOSConfig,
     length_penalty: Tensor | None = None,
 ) -> CreditParts:
-    """The parts that :func:`grpo_s_advantages` combines, (B,) float64 each. Same arguments and errors."""
+    """Compute the parts that :func:`grpo_s_advantages` combines, (B,) float64 each. Same arguments and errors."""
     parts = torch.zeros(len(CreditParts._fields), len(mask), dtype=torch.float64, device=mask.device)
     for rows in row_sets(entropy, mask, outcome, group_ids, config, length_penalty):
         parts[:, rows.index] = torch.cat(_credit(rows, config), dim=-1).T
@@ -151,7 +154,7 @@ def grpo_s_parts(
 
 
 def grpo_s_shares(entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor, config: GRPOSConfig) -> Tensor:
-    """The entropy shares that enter GRPO-S's rewards (Eq. 5, 17), (B,), with a mean of 1 over the rows of an O+ or O-.
+    """Compute the entropy shares in GRPO-S's rewards (Eq. 5, 17), (B,), with a mean of 1 over the rows of an O+ or O-.
 
     Same arguments and errors as :func:`grpo_s_advantages`.
     """

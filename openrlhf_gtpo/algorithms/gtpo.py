@@ -1,8 +1,8 @@
 """GTPO (arXiv 2508.04349): one reward and one advantage per action token.
 
-From the top: settings, shares, rewards, advantages. R rows are normalized together, those of a group or of the batch
-(``scope``). To try another token reward, change :func:`positive_token_reward` or :func:`negative_token_reward`; how an
-entropy becomes a token's weight in its share is in :func:`token_shares`. The loss must be the token-level one.
+From the top: settings, shares, rewards, advantages. R rows are normalized together: a group, or the batch (``scope``).
+To try another token reward, change :func:`positive_token_reward` or :func:`negative_token_reward`.
+:func:`token_shares` turns an entropy into a token's share. The loss must be the token-level one.
 """
 
 import math
@@ -32,7 +32,7 @@ class GTPOConfig(ShapingConfig):
         "token reward: the paper's Eq. 2 (v1), Eq. 11 and 12 (v1_clipped), Eq. 13 (v2), or its revision's (v3)",
     )
     alpha: float = setting(0.1, "weight of the entropy share", variants=("v1",), at_least=0)
-    # Floats after construction: their defaults depend on the variant, 1 and 0.1 in v3, 0.9 and 0.1 where it clips.
+    # Floats after construction. Their defaults depend on the variant: 1 and 0.1 in v3, 0.9 and 0.1 where it clips.
     alpha1: float = setting(
         None, "weight of the outcome; where it clips, alpha1 + alpha2 = 1", variants=(*CLIPPED, "v3")
     )
@@ -63,21 +63,21 @@ class GTPOConfig(ShapingConfig):
         total, upper = self.alpha1 + self.alpha2, self.alpha1 + self.alpha1 / self.kappa
         if not math.isclose(total, 1, abs_tol=1e-9):
             raise ValueError(
-                f"alpha1={self.alpha1:g}, alpha2={self.alpha2:g} sum to {total:g}, but variant={self.variant!r} needs "
-                "alpha1 + alpha2 = 1 (Eq. 11); give only one of them and the other follows."
+                f"alpha1={self.alpha1:g}, alpha2={self.alpha2:g} sum to {total:g}, but variant={self.variant!r} "
+                "needs alpha1 + alpha2 = 1 (Eq. 11); give only one of them, and the other follows."
             )
         if upper < 1 - 1e-9:
             raise ValueError(
                 f"alpha1={self.alpha1:g}, kappa={self.kappa:g} give alpha1 + alpha1/kappa = {upper:g} < 1, but "
-                f"variant={self.variant!r} clips to [1, alpha1 + alpha1/kappa] (Eq. 11) and so needs "
-                "alpha1 + alpha1/kappa >= 1; raise alpha1 or lower kappa."
+                f"variant={self.variant!r} clips to [1, alpha1 + alpha1/kappa] (Eq. 11) and so needs alpha1 + "
+                "alpha1/kappa >= 1; raise alpha1 or lower kappa."
             )
 
 
 def token_shares(rows: Rows, config: GTPOConfig) -> Tensor:
-    """share of each token, its weight over the mean weight of what it is compared with (Eq. 2, 13): (R, T) float64.
+    """Compute each token's share: its weight over the mean weight of the tokens it is compared with (Eq. 2, 13).
 
-    The weight is H in O+ and 1/H in O-. Position t counts action tokens, not columns.
+    The weight is H in O+ and 1/H in O-. Position t counts action tokens, not columns. Returns (R, T) float64.
     """
     entropy = rows.entropy.double().clamp_min(config.entropy_eps).where(rows.mask, 1)  # H, (R, T)
     weight = torch.where(rows.won, entropy, 1 / entropy)
@@ -92,7 +92,8 @@ def token_shares(rows: Rows, config: GTPOConfig) -> Tensor:
 
 
 def positive_token_reward(share: Tensor, outcome: Tensor, config: GTPOConfig) -> Tensor:
-    """r+ of rows of O+ from their entropy share: Eq. 2; Eq. 11; rev. Eq. 3. (R, T) and (R, 1) -> (R, T)."""
+    """Compute r+, the reward of rows of O+, from their entropy share: Eq. 2; Eq. 11; rev. Eq. 3. (R, T), (R, 1) -> (R,
+    T)."""
     if config.variant == "v1":
         return outcome + config.alpha * share
     if config.variant in CLIPPED:
@@ -102,7 +103,7 @@ def positive_token_reward(share: Tensor, outcome: Tensor, config: GTPOConfig) ->
 
 
 def negative_token_reward(share: Tensor, config: GTPOConfig) -> Tensor:
-    """The reward of rows of O- from their share of 1/H: 0; Eq. 13; rev. Eq. 5. (R, T) -> (R, T)."""
+    """Compute the reward of rows of O- from their share of 1/H: 0; Eq. 13; rev. Eq. 5. (R, T) -> (R, T)."""
     if config.variant in ("v1", "v1_clipped"):
         return torch.zeros_like(share)
     if config.variant == "v2":
@@ -111,7 +112,7 @@ def negative_token_reward(share: Tensor, config: GTPOConfig) -> Tensor:
 
 
 def token_reward_formula(config: GTPOConfig, succeeded: bool) -> str:
-    """The two rewards above as text, with {outcome} and {share} as placeholders."""
+    """Write the two rewards above as text, with {outcome} and {share} as placeholders."""
     outcome, share = config.alpha1, config.alpha2
     if not succeeded:
         return {"v2": "−{share}", "v3": f"−{outcome:g} − {share:g}·{{share}}"}.get(config.variant, "0")
@@ -124,7 +125,7 @@ def token_reward_formula(config: GTPOConfig, succeeded: bool) -> str:
 
 
 def _credit(rows: Rows, config: GTPOConfig) -> CreditParts:
-    """What the advantages of R rows are made of: share and reward (R, T), mean and std (R, 1); all float64."""
+    """The parts of the advantages of R rows: share and reward (R, T), mean and std (R, 1), all float64."""
     share = token_shares(rows, config)
     positive = positive_token_reward(share, rows.outcome, config)
     negative = negative_token_reward(share, config)
@@ -135,10 +136,10 @@ def _credit(rows: Rows, config: GTPOConfig) -> CreditParts:
 
 @torch.no_grad()
 def gtpo_shares(entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor, config: GTPOConfig) -> Tensor:
-    """The entropy shares that enter GTPO's rewards (Eq. 2, 13), (N,), one for each action token, row by row.
+    """Compute the entropy shares in GTPO's rewards (Eq. 2, 13), (N,), one for each action token, row by row.
 
-    Same arguments and errors as :func:`gtpo_advantages`. With the arithmetic mean, the mean share over the tokens that
-    are compared is 1.
+    Same arguments and errors as :func:`gtpo_advantages`. With the arithmetic mean, the mean share over the compared
+    tokens is 1.
     """
     shares = torch.zeros_like(entropy, dtype=output_dtype(entropy))
     for rows in row_sets(entropy, mask, outcome, group_ids, config):
@@ -155,7 +156,7 @@ def gtpo_advantages(
     config: GTPOConfig,
     length_penalty: Tensor | None = None,
 ) -> Tensor:
-    """Token advantages: shaped rewards, normalized (Eq. 3; Eq. 14, 15; rev. Eq. 6).
+    """Compute token advantages: shaped rewards, normalized (Eq. 3; Eq. 14, 15; rev. Eq. 6).
 
     Args:
         entropy: (B, T) entropy of the old policy at each token, in nats; detached, and read only inside the mask.
@@ -195,7 +196,7 @@ def gtpo_parts(
     config: GTPOConfig,
     length_penalty: Tensor | None = None,
 ) -> CreditParts:
-    """The shares, rewards and statistics that :func:`gtpo_advantages` combines, for tools that display them.
+    """Compute the shares, rewards and statistics that :func:`gtpo_advantages` combines, for tools that display them.
 
     Same arguments and errors.
 

@@ -1,7 +1,7 @@
 """The clipped policy loss: one term per token for GTPO, one per response for GRPO-S (Eq. 4, 7, 16, 18).
 
-It is unreduced, so that a trainer can weight it and divide by the counts of its whole optimizer step. Knows nothing
-about entropies or rewards.
+The loss is unreduced, so that a trainer can weight it and divide by the counts of its whole optimizer step. This file
+knows nothing about entropies or rewards.
 """
 
 from typing import Literal, NamedTuple
@@ -14,7 +14,7 @@ from .config import Mean
 
 Level = Literal["token", "sequence"]
 
-# As in OpenRLHF, the log ratio is bounded before exp, so that far off-policy tokens give a huge but finite ratio; an
+# As in OpenRLHF, the log ratio is bounded before exp, so that far off-policy tokens give a huge but finite ratio. An
 # infinite one would turn into NaN (inf * 0) in the loss or its gradient.
 MAX_LOG_RATIO = 20.0
 
@@ -41,10 +41,10 @@ def policy_surrogate(
     ratio_mean: Mean = "arithmetic",
     dual_clip: float | None = None,
 ) -> Surrogate:
-    """-min(w A, clip(w, 1 - clip_low, 1 + clip_high) A) for every unit.
+    """Compute -min(w A, clip(w, 1 - clip_low, 1 + clip_high) A) for every unit.
 
     Args:
-        log_probs, old_log_probs: (B, T), of the sampled tokens under the policy and the old policy; read only inside
+        log_probs, old_log_probs: (B, T) of the sampled tokens under the policy and the old policy, read only inside
             the mask. Gradients flow only into ``log_probs``.
         advantages: (B, T); at sequence level the same at all action tokens of a row.
         mask: (B, T) bool.
@@ -71,7 +71,7 @@ def policy_surrogate(
 def clipped_objective(
     ratio: Tensor, advantages: Tensor, clip_low: float | Tensor, clip_high: float | Tensor, dual_clip: float | None
 ) -> tuple[Tensor, Tensor]:
-    """min(w A, clip(w, 1 - clip_low, 1 + clip_high) A) of any shape, and where the clipped one is strictly smaller."""
+    """Compute min(w A, clip(w, 1 - clip_low, 1 + clip_high) A) of any shape, and where the clipped term is smaller."""
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     objective = torch.min(unclipped, clipped)
@@ -81,7 +81,8 @@ def clipped_objective(
 
 
 def check_terms(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, T) log w, differentiable in ``log_probs``, and advantages; both in at least float32, 0 outside the mask.
+    """Return (B, T) log w, differentiable in ``log_probs``, and advantages, both in at least float32, 0 outside the
+    mask.
 
     Raises:
         ValueError: shapes that do not fit, or a NaN or infinity (the message names the row).
@@ -89,7 +90,7 @@ def check_terms(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, ma
     tensors = {"log_probs": log_probs, "old_log_probs": old_log_probs, "advantages": advantages}
     check_tokens(mask, **tensors)
     finite = torch.stack([values.detach().isfinite().where(mask, True).all() for values in tensors.values()])
-    if not finite.all():  # the only value that the host waits for
+    if not finite.all():  # the only device value that the host waits for
         for name, values in tensors.items():
             check_finite(name, values.detach(), mask)
     log_ratio = _log_ratio(log_probs, old_log_probs, mask)
@@ -97,7 +98,8 @@ def check_terms(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, ma
 
 
 def sequence_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, ratio_mean: Mean = "arithmetic") -> Tensor:
-    """(B,) importance ratio per response (Eq. 6): the mean of its tokens' ratios, 1 for a row without action tokens.
+    """Compute the (B,) importance ratio per response (Eq. 6): its tokens' mean ratio, 1 for a row without action
+    tokens.
 
     Args:
         log_probs, old_log_probs: (B, T); gradients flow only into ``log_probs``.
@@ -119,7 +121,7 @@ def _log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor
 
 
 def sequence_advantage(advantages: Tensor, mask: Tensor) -> Tensor:
-    """The one advantage that all action tokens of a row share, (B,); 0 for a row without action tokens."""
+    """Return the one advantage that all action tokens of a row share, (B,); 0 for a row without action tokens."""
     if advantages.shape[1] == 0:
         return advantages.new_zeros(advantages.shape[0])
     highest = advantages.masked_fill(~mask, -torch.inf).amax(-1)

@@ -1,4 +1,4 @@
-"""Rewards before normalization, the parts of an advantage, and the penalty R(i) on long responses."""
+"""The parts of an advantage, and the penalties R(i) on long responses."""
 
 from typing import Literal, NamedTuple
 
@@ -9,9 +9,12 @@ LengthPenaltyForm = Literal["continuous", "as_printed"]
 
 
 class CreditParts(NamedTuple):
-    """The parts of an advantage, A = (reward - mean) / std. ``share`` and ``reward`` are (B, T) for GTPO, (B,) for
-    GRPO-S; the reward is the row's in its own set, with its length penalty. ``mean`` and ``std`` are (B,), of the
-    set it is normalized in. ``row_entropy``, (B,), is what a sequence-level share compares; None at token level."""
+    """The parts of an advantage, A = (reward - mean) / std.
+
+    ``share`` and ``reward`` are (B, T) for GTPO, (B,) for GRPO-S. The reward is the row's in its own set, with its
+    length penalty. ``mean`` and ``std`` are (B,), of the set it is normalized in. ``row_entropy``, (B,), is the
+    entropy that a sequence-level share compares; None at token level.
+    """
 
     share: Tensor
     reward: Tensor
@@ -23,7 +26,8 @@ class CreditParts(NamedTuple):
 def length_penalty(
     lengths: Tensor, soft_limit: float, hard_limit: int, form: LengthPenaltyForm = "continuous"
 ) -> Tensor:
-    """R(i) of each response (§4.5.1; DAPO's overlong penalty, arXiv 2503.14476), added to rewards after shaping.
+    """Compute R(i) of each response (§4.5.1; DAPO's overlong penalty, arXiv 2503.14476), added to rewards after
+    shaping.
 
     With L = ``soft_limit``, L2 = ``hard_limit`` and L1 = L2 - L: 0 up to L, -1 beyond L2, and in between
     (L - |o|) / L1 (``continuous``), or (L - |o|) / L2 as the paper prints it, which jumps at L2 (``as_printed``).
@@ -39,8 +43,8 @@ def length_penalty(
     """
     if not 0 <= soft_limit < hard_limit:
         raise ValueError(
-            f"soft_limit={soft_limit}, hard_limit={hard_limit} leave no room for a penalty; "
-            "use 0 <= soft_limit < hard_limit."
+            f"soft_limit={soft_limit}, hard_limit={hard_limit} leave no room for a penalty; expected 0 <= soft_limit "
+            "< hard_limit."
         )
     width = hard_limit - soft_limit if form == "continuous" else hard_limit
     slope = (soft_limit - lengths.double()) / width
@@ -48,13 +52,12 @@ def length_penalty(
 
 
 def group_relative_penalty(lengths: Tensor, won: Tensor, group_ids: Tensor) -> Tensor:
-    """R(i) by the lengths of a response's own group: GROP, of Appendix D of the paper's revision, at second hand.
+    """Compute R(i) from the lengths of a response's own group: GROP, from Appendix D of the paper's revision.
 
-    The revision's text was not available; this is what public descriptions and code say of it. p is the share of a
-    group's responses that are right. If p >= 3/4, the right ones are penalized, with a knee L from their lengths; if
-    p <= 1/4, none is; otherwise the right ones if they are the majority, or else the wrong ones, with L from all
-    lengths. L is max((min + max) / 2, mean) of those lengths. R is 0 below L, -1/2 from 2 L on, and -(|o| - L) / 2 L
-    in between.
+    The revision's text was not available, so this follows public descriptions and code. Let p be the share of a
+    group's responses that are right. If p >= 3/4, the right ones are penalized, with a knee L from their lengths. If p
+    <= 1/4, none is. Otherwise the larger side is penalized, the wrong one on a tie, with L from all lengths. L is
+    max((min + max) / 2, mean) of those lengths. R is 0 below L, -1/2 from 2 L on, and -(|o| - L) / 2 L in between.
 
     Args:
         lengths: (B,) int, action tokens per response.
@@ -69,7 +72,7 @@ def group_relative_penalty(lengths: Tensor, won: Tensor, group_ids: Tensor) -> T
     everyone = torch.ones_like(won)
 
     def of_group(values: Tensor, rows: Tensor, reduce: str) -> Tensor:
-        """(B,) the reduced ``values`` of those of a row's group that are in ``rows``, 0 if none is."""
+        """Reduce ``values`` over the rows of each group that are in ``rows``, (B,); 0 where there are none."""
         empty = values.new_zeros(len(ids))
         return empty.scatter_reduce(0, group[rows], values[rows], reduce, include_self=False)[group]
 
@@ -84,13 +87,15 @@ def group_relative_penalty(lengths: Tensor, won: Tensor, group_ids: Tensor) -> T
 
 
 def length_rescaling(lengths: Tensor, outcome: Tensor, group_ids: Tensor, alpha: float = 0.33) -> Tensor:
-    """What turns an outcome r into r / (1 + alpha |o| / mean |o|), added to it, with the mean over a row's group: GR3,
-    group relative reward rescaling (arXiv 2603.10535, Eq. 6, 15).
+    """Compute the term that, added to an outcome r, makes it r / (1 + alpha |o| / mean |o|).
 
-    Only right responses lose by it, long ones more. The paper takes alpha = 0.33 for mathematics and code, the largest
-    for which a right response of mean length kept an advantage of at least 0 in 99.9 % of the groups (Eq. 16).
+    This is GR3, group relative reward rescaling (arXiv 2603.10535, Eq. 6, 15). The mean is over a row's group.
 
-    Departure: GTPO and GRPO-S add it to the shaped reward, whose entropy share it does not rescale.
+    Only right responses lose reward, and long ones lose more. The paper takes alpha = 0.33 for mathematics and code:
+    the largest for which a right response of mean length kept an advantage of at least 0 in 99.9 % of the groups (Eq.
+    16).
+
+    Departure: GTPO and GRPO-S add the term to the shaped reward, so it does not rescale the entropy share.
 
     Args:
         lengths: (B,) int, action tokens per response.
@@ -101,7 +106,7 @@ def length_rescaling(lengths: Tensor, outcome: Tensor, group_ids: Tensor, alpha:
         (B,) float32 between -r and 0.
 
     Raises:
-        ValueError: a reward below 0, which rescaling would raise the more the longer its response is.
+        ValueError: a reward below 0. Rescaling would raise it, and more so for longer responses.
     """
     if (outcome < 0).any():
         row = int((outcome < 0).nonzero()[0])

@@ -1,10 +1,9 @@
-"""The surrogates by name: how a step is clipped, whichever tokens get the credit. To add one, write its settings and
-its function, and list it in ``SURROGATES``.
+"""The surrogates by name: how a step is clipped, independent of how advantages are computed. To add one, write its
+settings and its function, and list it in ``SURROGATES``.
 
-PPO's clip is ``policy_surrogate`` in ``losses.py``. Here is each paper's own objective, unreduced like that one. The
-papers' texts were not available: each formula was checked against the implementation that its docstring names, and
-only HAPO's have equation numbers, from notes on the paper. Log ratios are bounded by +-20 everywhere, which keeps far
-off-policy tokens finite.
+PPO's clip is ``policy_surrogate`` in ``losses.py``. The objectives here are also unreduced. The papers' texts were not
+available, so each formula was checked against the implementation that its docstring names. Only HAPO's have equation
+numbers, from notes on the paper. Log ratios are bounded by +-20 everywhere, which keeps far off-policy tokens finite.
 """
 
 import math
@@ -51,7 +50,7 @@ def gspo_token_surrogate(
     (arXiv 2507.18071; verl 0.8.0.dev, ``compute_policy_loss_gspo``).
 
     Every s_t has the value of the response's s and the gradient of its own token, so advantages may differ within a
-    row; where they do not, loss and gradient are GSPO's.
+    row. Where they do not, loss and gradient are GSPO's.
     """
     log_ratio, advantages = check_terms(log_probs, old_log_probs, advantages, mask)
     mean = log_ratio.detach().sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp_min(1)
@@ -63,7 +62,7 @@ def gspo_token_surrogate(
 
 @dataclass(frozen=True)
 class CISPOConfig(ClipConfig):
-    """CISPO (arXiv 2506.13585). As in the paper, there is no lower bound but 0. The upper bound, 5, is our choice; the
+    """CISPO (arXiv 2506.13585). As in the paper, the only lower bound is 0. The upper bound, 5, is our choice; the
     paper tunes its own."""
 
     clip_low: float = 1.0
@@ -104,8 +103,8 @@ def sapo_surrogate(
 
 @dataclass(frozen=True)
 class GMPOConfig(ClipConfig):
-    """GMPO (arXiv 2507.20673), with the paper's range (e^-0.4, e^0.4) as bounds of the ratio, like every clip range
-    here; verl and TRL give it in log space."""
+    """GMPO (arXiv 2507.20673). The paper's range (e^-0.4, e^0.4) bounds the ratio, like every clip range here; verl
+    and TRL give it in log space."""
 
     clip_low: float = 1 - math.exp(-0.4)
     clip_high: float = math.exp(0.4) - 1
@@ -114,11 +113,11 @@ class GMPOConfig(ClipConfig):
 def gmpo_surrogate(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, config: GMPOConfig
 ) -> Surrogate:
-    """-A times the geometric mean of a response's ratios, each of them clipped on the side that A pushes it to
-    (arXiv 2507.20673; verl 0.8.0.dev, ``compute_policy_loss_geo_mean``; TRL 1.7, docs/source/gmpo.md).
+    """-A times the geometric mean of a response's ratios, each clipped on the side that A pushes it toward (arXiv
+    2507.20673; verl 0.8.0.dev, ``compute_policy_loss_geo_mean``; TRL 1.7, docs/source/gmpo.md).
 
-    A unit is a row, ``clipped`` if any of its tokens is. Also raises ValueError for advantages that differ within a
-    row.
+    A unit is a row. It counts as ``clipped`` if any of its tokens is. Also raises ValueError for advantages that
+    differ within a row.
     """
     log_ratio, advantages = check_terms(log_probs, old_log_probs, advantages, mask)
     low = math.log(1 - config.clip_low) if config.clip_low < 1 else -math.inf
@@ -152,8 +151,8 @@ def clip_cov_surrogate(
     """PPO's clip, with no gradient for a few tokens drawn from those of high covariance (arXiv 2505.22617; verl
     0.8.0.dev, ``compute_policy_loss_clip_cov``).
 
-    Departure: the N tokens of a covariance are those of a micro-batch, as in verl, where the paper uses a batch, so
-    the choice depends on how a step is split. The loss of a drawn token is 0.
+    Departure: covariances are taken over the N tokens of a micro-batch, as in verl, where the paper uses a batch. The
+    choice therefore depends on how a step is split. The loss of a drawn token is 0.
     """
     log_ratio, advantages = check_terms(log_probs, old_log_probs, advantages, mask)
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -184,8 +183,8 @@ def kl_cov_surrogate(
     """-w_t A_t, unclipped, plus coef |log w_t| for the tokens of the highest covariance (arXiv 2505.22617; verl
     0.8.0.dev, ``compute_policy_loss_kl_cov``). ``clipped`` marks those tokens.
 
-    Departures: the N tokens are those of a micro-batch, as in :func:`clip_cov_surrogate`; the KL divergence is
-    estimated by |log w|, as in verl.
+    Departures: the N tokens come from a micro-batch, as in :func:`clip_cov_surrogate`. The KL divergence is estimated
+    by |log w|, as in verl.
     """
     log_ratio, advantages = check_terms(log_probs, old_log_probs, advantages, mask)
     bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -224,7 +223,8 @@ def stare_surrogate(
     2606.19236; the authors' github.com/hp-luo/STARE, ``compute_policy_loss_stare``).
 
     Departures: entropy is estimated by the mean surprisal of a micro-batch's tokens, where the authors take the
-    batch's; their adaptive weights, off by default, are left out. As in their code, a micro-batch's tokens are ranked.
+    batch's. Their adaptive weights, off by default, are left out. As in their code, tokens are ranked within a
+    micro-batch.
     """
     log_ratio, advantages = check_terms(log_probs, old_log_probs, advantages, mask)
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -270,15 +270,17 @@ def hapo_surrogate(
     *,
     entropy: Tensor,
 ) -> Surrogate:
-    """PPO's clip with A (1 + h) in place of A at tokens of high entropy whose ratio leaves the inner half of the clip
-    range, and at tokens of low entropy whose ratio stays in it (Eq. 10, 11); h is the distance of log H from its
-    pivot, scaled to [-1, 1] on each side (Eq. 5, 6). The upper bound is widened to 1 + clip_high (1 + h) at high
-    entropy, the lower one to 1 - clip_low (1 - h) at low entropy (Eq. 12, 13 of arXiv 2509.16591v2; the authors'
-    github.com/starriver030515/HAPO, ``ada_clip``, ``ada_advantage``).
+    """PPO's clip, with advantages and clip bounds that depend on entropy.
+
+    A becomes A (1 + h) at tokens of high entropy whose ratio leaves the inner half of the clip range, and at tokens of
+    low entropy whose ratio stays in it (Eq. 10, 11). h is the distance of log H from its pivot, scaled to [-1, 1] on
+    each side (Eq. 5, 6). The upper bound widens to 1 + clip_high (1 + h) at high entropy, the lower one to 1 -
+    clip_low (1 - h) at low entropy (Eq. 12, 13 of arXiv 2509.16591v2; the authors' github.com/starriver030515/HAPO,
+    ``ada_clip``, ``ada_advantage``).
 
     Departures: the paper's adaptive temperature (Eq. 8) and its mean over a group's tokens (Eq. 9) are left out. In
     Eq. 6 and the authors' code, h is positive at low entropy too; here it is negative, which gives the lower advantage
-    and the wider lower bound of their figure and text. The inner half is that of the plain clip range, as in the
+    and the wider lower bound of their figure and text. The inner half is taken from the plain clip range, as in the
     figure; the code takes the widened one. As in their code, the pivot is a micro-batch's.
     """
     log_ratio, advantages = check_terms(log_probs, old_log_probs, advantages, mask)
@@ -293,7 +295,7 @@ def hapo_surrogate(
 
 
 def _height(entropy: Tensor, mask: Tensor, pivot: float) -> Tensor:
-    """(B, T) log-entropies less their ``pivot`` quantile, divided by the largest distance on each side; 0 outside the
+    """(B, T) log-entropies minus their ``pivot`` quantile, divided by the largest distance on each side; 0 outside the
     mask."""
     logs = entropy.clamp_min(1e-8).log()
     inside = logs[mask]
@@ -344,14 +346,15 @@ def htpo_surrogate(
     correct: Tensor,
     accuracy: Tensor,
 ) -> Surrogate:
-    """PPO's clip, but forking tokens keep a gradient of constant weight outside the clip range: with weight
-    1 + clip_high above it and 1 / w below it in right responses to hard prompts, and 1 - clip_low below it in wrong
-    responses. Tokens of the lowest entropy, and of the highest, lose their loss in right responses to hard, and to
-    easy, prompts (arXiv 2605.08283; figure and ``compute_policy_loss_htpo`` of the authors' github.com/xcyao00/HTPO).
-    ``clipped`` marks tokens without a gradient.
+    """PPO's clip, but forking tokens keep a gradient of constant weight outside the clip range.
+
+    In right responses to hard prompts the weight is 1 + clip_high above the range and 1 / w below it. In wrong
+    responses it is 1 - clip_low below the range. In right responses, tokens of the lowest entropy lose their loss if
+    the prompt is hard, and tokens of the highest entropy if it is easy (arXiv 2605.08283; figure and
+    ``compute_policy_loss_htpo`` of the authors' github.com/xcyao00/HTPO). ``clipped`` marks tokens without a gradient.
 
     Departure: the authors' code adds the terms of constant weight to the loss, which pushes the policy against the
-    advantage; their figure shows them in the objective, as here.
+    advantage. Their figure shows them in the objective, as here.
     """
     log_ratio, advantages = check_terms(log_probs, old_log_probs, advantages, mask)
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -375,20 +378,23 @@ def htpo_surrogate(
 
 
 def _nth(ordered: Tensor, fraction: float, count: Tensor) -> Tensor:
-    """(B, 1) value at the end of the first ``fraction`` of each row's ``count``, rounded down, at least the first."""
+    """(B, 1) value at the end of the first ``fraction`` of each row's ``count`` values, rounded down, at least the
+    first."""
     number = (fraction * count.double() + 1e-9).long().clamp_min(1)  # the product is meant exactly
     return ordered.gather(-1, number - 1)
 
 
 def token_covariance(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """(B, T) contribution of each action token to the covariance of log-prob and advantage over all of them, detached:
-    (log pi - its mean) (A - its mean), as arXiv 2505.22617 defines it; junk outside the mask."""
+    """Compute each action token's (B, T) contribution to the covariance of log-prob and advantage, detached.
+
+    It is (log pi - its mean) (A - its mean), as arXiv 2505.22617 defines it. Values outside the mask are arbitrary.
+    """
     return _centered(log_probs.detach().to(advantages.dtype), mask) * _centered(advantages, mask)
 
 
 def _centered(values: Tensor, mask: Tensor) -> Tensor:
-    """(B, T) values less their mean over the action tokens; exactly 0 if all of them are equal, where a rounded mean
-    would leave a residue."""
+    """(B, T) values minus their mean over the action tokens. Exactly 0 if all are equal, where a rounded mean would
+    leave a residue."""
     mean = values.where(mask, 0).sum() / mask.sum().clamp_min(1)
     lowest, highest = values.where(mask, torch.inf).min(), values.where(mask, -torch.inf).max()
     return values - torch.where(lowest == highest, lowest, mean)
@@ -409,7 +415,7 @@ class SurrogateType:
         config: a dataclass of settings that validates itself. ``clip_low``, ``clip_high`` and ``dual_clip``, if it has
             them, are set by OpenRLHF's flags, with the paper's clip range as the default; any other field is a flag
             ``--actor.NAME.FIELD``.
-        level: the level of its units. "token" works with any advantages, "sequence" with those of one number per row.
+        level: the level of its units. "token" works with any advantages, "sequence" needs one number per row.
         aggregation: what the paper takes the mean over: all tokens, or the means of the responses.
         loss: takes log_probs, old_log_probs, advantages, mask ((B, T) each) and config; raises ValueError for tensors
             that do not fit or are not finite.
