@@ -1,1 +1,1 @@
-"""Checkpoints of either backend: folders, manifests, checksums, and what ranks agree on about them."""
+"""Checkpoints of both backends: folders, manifests, checksums, and how ranks agree about them."""

@@ -1,4 +1,4 @@
-"""The files of a checkpoint, each known by its size and checksum: what is read is what was written."""
+"""The files of a checkpoint, each recorded with size and checksum, so that a read returns what was written."""
 
 import os
 from pathlib import Path
@@ -9,22 +9,22 @@ import xxhash
 Entry = dict[str, int | str]  # {"size": bytes, "xxh3": hexadecimal}
 
 _BLOCK = 2**22  # bytes read at once
-_PIECE = 2**18  # bytes written at once, and hashed while the processor's cache has them
+_PIECE = 2**18  # bytes written at once, and hashed while they are in the processor's cache
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is missing, incomplete, or of another model. Raised before anything is changed."""
+    """A checkpoint is missing, incomplete, or of another model. Raised before anything is changed."""
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint that is not what was written."""
+    """A checkpoint differs from what was written."""
 
 
 class HashedFile:
     """A new file for ``torch.save``, on disk when the ``with`` block ends; ``entry`` then describes it.
 
-    The block's end raises the first OSError of a write. If it were raised at once, torch's archive writer would
-    replace it with a RuntimeError about positions in the file (torch 2.13, caffe2/serialize/inline_container.cc,
+    The end of the block raises the first OSError of a write. If a write raised it at once, torch's archive writer
+    would replace it with a RuntimeError about positions in the file (torch 2.13, caffe2/serialize/inline_container.cc,
     https://github.com/pytorch/pytorch/issues/76108).
     """
 
@@ -70,27 +70,27 @@ class HashedFile:
 
 
 def describe(path: Path) -> Entry:
-    """The entry of a small file that something else has written; the file is on disk afterwards."""
+    """Sync a small file, written by something else, to disk, and return its entry."""
     with open(path, "rb") as stream:
         os.fsync(stream.fileno())
     return {"size": path.stat().st_size, "xxh3": _xxh3(path)}
 
 
 def check_file(folder: Path, name: str, expected: Entry, *, checksum: bool) -> None:
-    """Check that a file is as ``expected`` says, by its size and, with ``checksum``, by reading all of it.
+    """Check that a file matches ``expected``: its size and, with ``checksum``, all of its contents.
 
     Raises:
-        DamagedError: it is not.
+        DamagedError: it does not match.
     """
     path = folder / name
     try:
         size = path.stat().st_size
         if size != expected["size"]:
-            raise DamagedError(f"{folder} is not whole: its file {name} has {size} bytes of {expected['size']}")
+            raise DamagedError(f"{folder} is incomplete: its file {name} has {size} bytes of {expected['size']}")
         if checksum and _xxh3(path) != expected.get("xxh3"):
             raise DamagedError(f"{folder} is damaged: its file {name} has changed")
     except FileNotFoundError:
-        raise DamagedError(f"{folder} is not whole: its file {name} is missing") from None
+        raise DamagedError(f"{folder} is incomplete: its file {name} is missing") from None
     except OSError as error:
         raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
 

@@ -1,10 +1,10 @@
-"""A folder of checkpoints of either backend: written whole or not at all, found by looking at them, rotated.
+"""A folder of checkpoints of either backend: writing them atomically, finding the newest whole one, and rotating them.
 
-A checkpoint is written under a temporary name, its manifest last, and then renamed: what a crash leaves behind is
-never mistaken for one. ``latest`` names the last one for other tools; nothing here depends on it, except for
-DeepSpeed's checkpoints of earlier versions of this package, which have no manifest. The driver uses this module before
-any engine starts, so it imports neither torch nor megatron. Functions that write are for one process at a time, the
-first rank's.
+A checkpoint is written under a temporary name, its manifest last, and then renamed. The leftovers of a crash are
+therefore never mistaken for a checkpoint. ``latest`` names the last one for other tools. Nothing here depends on it,
+except for DeepSpeed's checkpoints of earlier versions of this package, which have no manifest. The driver uses this
+module before any engine starts, so it imports neither torch nor megatron. Only one process at a time, the first rank,
+may call the functions that write.
 """
 
 import json
@@ -56,14 +56,14 @@ _DAMAGED = ".corrupt"
 
 
 class CheckpointWriteError(OSError):
-    """A checkpoint could not be written; what was there before is unchanged."""
+    """A checkpoint could not be written. Earlier files are unchanged."""
 
 
 def newest_whole(*folders: str | Path) -> Path | None:
-    """The checkpoint to go on from: the last one written to the first folder that is whole there and, under the same
-    tag, in the others; None if there is none. Whole means that all files are there, in their sizes.
+    """Return the checkpoint to resume from, or None. It is the last one written that is whole in the first folder and,
+    under the same tag, in the others. Whole means that all files are there and have the right size.
 
-    If none with a manifest qualifies, the answer is the one of an earlier version that ``latest`` names.
+    If none with a manifest qualifies, an earlier version's checkpoint counts, if ``latest`` names it.
 
     Raises:
         CheckpointError: a checkpoint was written by a later version.
@@ -77,11 +77,12 @@ def newest_whole(*folders: str | Path) -> Path | None:
 
 
 def candidate(folders: Sequence[Path], tag: str | None = None) -> Path | None:
-    """The checkpoint to try next: ``tag``, or else the newest, its files unchecked. None in folders without any, or if
-    a run died while it saved its first one, so that only one folder has it.
+    """Return the checkpoint to try next, with its files unchecked: ``tag``, or else the newest.
+
+    None in folders without checkpoints, or if a run died during its first save, so that only one folder has it.
 
     Raises:
-        CheckpointError: a folder has no ``tag``, or not a whole one; or there are checkpoints, but none to go on from.
+        CheckpointError: a folder has no whole ``tag``, or there are checkpoints but none can be resumed.
     """
     if tag is not None:
         for folder in folders:
@@ -100,7 +101,7 @@ def candidate(folders: Sequence[Path], tag: str | None = None) -> Path | None:
         return None
     path, tags = _named_by_latest(folders[0]), names(folders[0])
     if path is None and (tags or (folders[0] / LATEST).exists()):
-        others = ", ".join(tags) or f"what {LATEST} names is gone"
+        others = ", ".join(tags) or f"the checkpoint that {LATEST} names is gone"
         shared = "".join(f" and that {folder} has too" for folder in folders[1:])
         raise CheckpointError(
             f"{folders[0]} has no checkpoint that is known to be whole{shared} ({others}); choose one with "
@@ -110,21 +111,21 @@ def candidate(folders: Sequence[Path], tag: str | None = None) -> Path | None:
 
 
 def announcement(path: Path) -> str:
-    """The log line about the checkpoint that is loaded, with a warning if ``latest`` does not name it."""
+    """Return the log line about the loaded checkpoint, with a warning if ``latest`` does not name it."""
     latest = path.with_name(LATEST)
     named = latest.is_file() and latest.read_text(encoding="utf-8", errors="replace").strip() == path.name
     warning = "" if named else f"Warning: {latest} does not name the checkpoint that is loaded. "
-    unchecked = "" if _is_checkpoint(path) else ", of an earlier version, which left nothing to check it against"
+    unchecked = "" if _is_checkpoint(path) else " of an earlier version, which has no checksums to verify"
     return f"{warning}Loading the checkpoint {path}{unchecked}"
 
 
 def names(folder: Path) -> list[str]:
-    """Names of everything that was once a checkpoint, including damaged ones and those that may not be whole."""
+    """List the names of all checkpoints, including damaged and perhaps incomplete ones."""
     return sorted(path.name for path in _folders(folder) if _is_checkpoint(path) or _is_unchecked(path))
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint, so that nothing mistakes it for a whole one or removes it; return its new path."""
+    """Rename a damaged checkpoint, so that nothing loads or removes it, and return its new path."""
     aside = path.with_name(path.name + _DAMAGED)
     while aside.exists():
         aside = aside.with_name(aside.name + _DAMAGED)
@@ -133,7 +134,7 @@ def set_aside(path: Path) -> Path:
 
 
 def resolve(path: str | Path) -> Path:
-    """The checkpoint at ``path``, or the newest whole one if ``path`` is a folder of checkpoints.
+    """Return the checkpoint at ``path``, or the newest whole one if ``path`` is a folder of checkpoints.
 
     Raises:
         CheckpointError: it is neither.
@@ -146,7 +147,7 @@ def resolve(path: str | Path) -> Path:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The checkpoint's manifest: what it says about itself.
+    """Read the checkpoint's manifest.
 
     Raises:
         CheckpointError: the folder holds no checkpoint, or one that cannot be read.
@@ -170,8 +171,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise DamagedError(f"{path} cannot be read ({type(error).__name__}); use another checkpoint.") from None
     if version != FORMAT:
         raise CheckpointError(
-            f"{folder} has checkpoint format {version}, and this version of openrlhf_gtpo reads format {FORMAT}; go "
-            "on with the version that wrote it, or from another checkpoint."
+            f"{folder} has checkpoint format {version}, and this version of openrlhf_gtpo reads format {FORMAT}; use "
+            "the version that wrote it, or another checkpoint."
         )
     return manifest
 
@@ -179,16 +180,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def check_checkpoint(
     folder: str | Path, hf_config: Any = None, *, dtype: str | None = None, for_training: bool = False
 ) -> dict[str, Any]:
-    """Check that a checkpoint can be loaded by the Megatron actor, from its manifest and its files' sizes.
+    """Check by manifest and file sizes that the Megatron actor can load a checkpoint.
 
     Args:
-        folder: of one checkpoint.
-        hf_config: of the model to load it into; None accepts any.
-        dtype: of that model's parameters, such as "bfloat16"; None accepts any.
-        for_training: the optimizer's state is needed too.
+        folder: one checkpoint.
+        hf_config: the configuration of the model to load it into; None accepts any.
+        dtype: the dtype of that model's parameters, such as "bfloat16"; None accepts any.
+        for_training: require the optimizer's state too.
 
     Returns:
-        its manifest.
+        the checkpoint's manifest.
 
     Raises:
         CheckpointError: the first thing that is wrong, in one sentence.
@@ -200,7 +201,7 @@ def check_checkpoint(
     if hf_config is not None:
         stored, expected = manifest["model"], describe_model(hf_config)
         differences = [
-            f"{name} {stored.get(name)!r} and not {expected.get(name)!r}"
+            f"{name} {stored.get(name)!r} instead of {expected.get(name)!r}"
             for name in _SHAPE_FIELDS
             if stored.get(name) != expected.get(name)
         ]
@@ -212,19 +213,19 @@ def check_checkpoint(
         )
     if for_training and not manifest["optimizer"]:
         raise CheckpointError(
-            f"{folder} has weights and no optimizer state, so training cannot resume from it; start from its weights "
-            "as a Hugging Face model (python3 -m openrlhf_gtpo.cli.convert megatron-to-hf)."
+            f"{folder} has weights but no optimizer state, so training cannot resume from it; convert it to a "
+            "Hugging Face model and start from that (python3 -m openrlhf_gtpo.cli.convert megatron-to-hf)."
         )
     return manifest
 
 
 def backend_of(path: Path) -> str:
-    """The ``--actor.backend`` that wrote a checkpoint."""
+    """Return the ``--actor.backend`` that wrote a checkpoint."""
     return "megatron" if _is_checkpoint(path) and "model" in read_manifest(path) else "deepspeed"
 
 
 def describe_model(hf_config: Any) -> dict[str, Any]:
-    """The Hugging Face configuration's fields that two models must share for the weights of one to fit the other."""
+    """Select the Hugging Face configuration's fields in which two models must agree to share weights."""
     described = {name: getattr(hf_config, name, None) for name in _SHAPE_FIELDS}
     heads = hf_config.num_attention_heads
     described["num_key_value_heads"] = described["num_key_value_heads"] or heads
@@ -233,11 +234,11 @@ def describe_model(hf_config: Any) -> dict[str, Any]:
 
 
 def begin(target: Path, *, whole_folder: bool) -> Path:
-    """A new empty folder to write the checkpoint ``target`` into, with the leftovers of crashed writes cleared away.
+    """Remove the leftovers of crashed writes, and make a new folder to write the checkpoint ``target`` into.
 
     Args:
         whole_folder: the folder of ``target`` holds only checkpoints, so any leftover in it may go; otherwise only
-            those of ``target`` itself may.
+            leftovers of ``target`` itself.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     for path in sorted(target.parent.iterdir()):
@@ -245,7 +246,7 @@ def begin(target: Path, *, whole_folder: bool) -> Path:
         if unfinished and path.is_dir() and (whole_folder or unfinished["tag"] == target.name):
             shutil.rmtree(path)
         elif path.name.endswith(_REPLACED) and whole_folder and (_is_checkpoint(path) or _is_unchecked(path)):
-            # A crash left an earlier checkpoint beside its place: it goes back, unless its successor is there.
+            # A crash left an earlier checkpoint beside its place. Put it back, unless its successor is there.
             place = path.with_name(path.name.removesuffix(_REPLACED))
             if place.exists():
                 _remove(path)
@@ -257,11 +258,12 @@ def begin(target: Path, *, whole_folder: bool) -> Path:
 
 
 def missing_operation(parent: Path) -> str | None:
-    """The first operation of a checkpoint that the existing folder ``parent`` refuses, as on many object stores and
-    some network disks, with the reason: "rename a folder (Operation not supported)". None if it refuses none.
+    """Try what a checkpoint needs in the existing folder ``parent``; return the first operation that fails, with the
+    reason, such as "rename a folder (Operation not supported)", or None. Object stores and some network disks refuse
+    some.
 
     Raises:
-        OSError: not even a folder can be made in it.
+        OSError: no folder can be made in it.
     """
     place = Path(tempfile.mkdtemp(prefix=".try-", dir=parent))
     before, after = place / "before", place / "after"
@@ -284,22 +286,22 @@ def missing_operation(parent: Path) -> str | None:
 
 
 def write_manifest(folder: Path, contents: dict[str, Any], known: dict[str, Entry] | None = None) -> None:
-    """Write ``contents`` and a description of every file of ``folder``, which is then complete and on disk.
+    """Write ``contents`` and a description of every file of ``folder``, and sync it. The checkpoint is then complete.
 
     Args:
-        known: entries of files that their writers have described, by path in ``folder``; the others are read.
+        known: entries that the writers of files have described, by path in ``folder``. The other files are read.
     """
     known = known or {}
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
     files = {name: known.get(name) or describe(folder / name) for name in (str(p.relative_to(folder)) for p in paths)}
     missing = sorted(known.keys() - files.keys())
     if missing:
-        raise FileNotFoundError(f"{missing[0]}, which a rank has written, is not in {folder}")
+        raise FileNotFoundError(f"a rank wrote {missing[0]}, but {folder} does not have it")
     versions = {}
     for name in _DISTRIBUTIONS:
         with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-    # Later than the others, even if the clock has gone back or another node's is behind: order tells which is newest.
+    # Later than all others, even if a clock has gone back or another node's is behind: the times order checkpoints.
     others = (path.parent for path in folder.parent.glob(f"*/{MANIFEST}"))
     written = max([time.time(), *(_written(other) + 1e-3 for other in others)])
     described = {"format": FORMAT, "written": written, **contents, "versions": versions, "files": files}
@@ -315,7 +317,7 @@ def publish(temporary: Path, target: Path) -> None:
         if _is_checkpoint(target) or _is_unchecked(target):
             target.rename(replaced)
         else:
-            target.rmdir()  # an empty folder; anything else is not ours to remove
+            target.rmdir()  # only removes an empty folder: anything else belongs to somebody else
     temporary.rename(target)
     sync(target.parent)
     if replaced.exists():
@@ -323,7 +325,7 @@ def publish(temporary: Path, target: Path) -> None:
 
 
 def set_latest(folder: Path, tag: str) -> None:
-    """Let ``latest`` name ``tag``, atomically."""
+    """Make ``latest`` name ``tag``, atomically."""
     temporary = folder / f".{LATEST}.tmp"
     write_text(temporary, tag + "\n")
     temporary.replace(folder / LATEST)
@@ -331,15 +333,15 @@ def set_latest(folder: Path, tag: str) -> None:
 
 
 def rotate(folder: Path, kept: str, others: Sequence[Path] = (), *, max_num: int, max_mem_gb: float) -> list[str]:
-    """Remove excess checkpoints, the oldest first. OpenRLHF goes by a metric first, but that metric is of an earlier
-    step: it saves a step before it evaluates it (0.11.2, trainer/ppo_trainer.py, fit).
+    """Remove excess checkpoints, the oldest first. OpenRLHF removes the one with the worst metric first, but it saves
+    a step before evaluating it, so the metric is an earlier step's (0.11.2, trainer/ppo_trainer.py, fit).
 
-    At most ``max_num`` checkpoints and ``max_mem_gb`` (2^30 bytes) stay. Tags that begin with "best" do not count as
-    checkpoints and are not removed, except earlier ones when ``kept`` is a new best. Two always stay: ``kept``, and
-    the newest one whose tag is in ``others`` too: folders of checkpoints that are only useful together.
+    At most ``max_num`` checkpoints and ``max_mem_gb`` (2^30 bytes) stay. Tags that begin with "best" do not count and
+    are not removed, except that a new best in ``kept`` replaces earlier ones. Two always stay: ``kept``, and the
+    newest one whose tag is also in ``others``, the folders that hold the rest of the same checkpoints.
 
     Returns:
-        the removed tags.
+        The removed tags.
     """
     checkpoints = [folder / name for name in names(folder) if not name.endswith(_DAMAGED)]
     staying = {kept, *(path.name for path in _checkpoints(folder, *others)[:1])}
@@ -358,7 +360,7 @@ def rotate(folder: Path, kept: str, others: Sequence[Path] = (), *, max_num: int
 
 
 def _written(path: Path) -> float:
-    """The time a checkpoint was written, in seconds. Without a manifest, it is the folder's, which a copy changes."""
+    """The time a checkpoint was written, in seconds. Without a manifest it is the folder's, which a copy changes."""
     try:
         return float(read_manifest(path)["written"])
     except (CheckpointError, KeyError, TypeError, ValueError):
@@ -366,14 +368,14 @@ def _written(path: Path) -> float:
 
 
 def _checkpoints(first: str | Path, *others: str | Path) -> list[Path]:
-    """The first folder's checkpoints whose tags the others have too, newest first; nothing else is checked."""
+    """The first folder's checkpoints whose tags the other folders have too, newest first. Checks nothing else."""
     candidates = [path for path in _folders(Path(first)) if _is_checkpoint(path) and not path.name.endswith(_DAMAGED)]
     shared = [path for path in candidates if all(_is_checkpoint(Path(other, path.name)) for other in others)]
     return sorted(shared, key=_written, reverse=True)
 
 
 def _folders(folder: Path) -> list[Path]:
-    """Folders that may be checkpoints; one set beside its place by a crash counts only if its place is empty."""
+    """Folders that may be checkpoints. One that a crash left beside its place counts only if that place is empty."""
     folders = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     return [
         path
@@ -384,7 +386,7 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _named_by_latest(folder: str | Path) -> Path | None:
-    """The DeepSpeed checkpoint of an earlier version, which wrote ``latest`` after it; None if there is none."""
+    """The DeepSpeed checkpoint that an earlier version wrote and named in ``latest``, or None."""
     try:
         path = Path(folder, Path(folder, LATEST).read_text(encoding="utf-8", errors="replace").strip())
     except OSError:
@@ -397,7 +399,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _is_unchecked(path: Path) -> bool:
-    """True for DeepSpeed's files without a manifest: a checkpoint of an earlier version, perhaps not whole."""
+    """True for DeepSpeed's files without a manifest: a checkpoint of an earlier version, perhaps incomplete."""
     return not _is_checkpoint(path) and any(path.glob("*_states.pt"))
 
 
@@ -413,7 +415,7 @@ def _bytes(path: Path) -> int:
 
 
 def _remove(path: Path) -> None:
-    # Under this name, the next write clears it away if this ends in the middle.
+    # If this process dies here, the next write removes folders of this name.
     unfinished = _unfinished(path)
     path.rename(unfinished)
     shutil.rmtree(unfinished)

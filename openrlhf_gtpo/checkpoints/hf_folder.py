@@ -1,7 +1,7 @@
-"""The Hugging Face folder that a trained model becomes: the weights that were trained, and the source's own files.
+"""The Hugging Face folder of a trained model: the trained weights, and all other files copied from the source model.
 
-Nothing that training leaves alone is written anew: what one release of Transformers writes, another reads otherwise
-(5 writes ``rope_parameters`` alone, for which 4 takes a base of 10,000, and tokenizers that 4 refuses).
+Files that training does not change are copied, because releases of Transformers misread each other's files: 5 writes
+only ``rope_parameters``, for which 4 assumes a base of 10,000, and tokenizers that 4 rejects.
 """
 
 import glob
@@ -19,10 +19,10 @@ _CONFIG = "config.json"
 
 
 def begin(directory: Path) -> Path:
-    """A new empty folder to write the model ``directory`` into, with the leftovers of killed exports cleared away.
+    """Remove the leftovers of killed exports, and make a new folder to write the model ``directory`` into.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be made.
     """
     if directory.exists() and not directory.is_dir():
         raise FileExistsError(f"{directory} is a file")
@@ -38,9 +38,9 @@ def begin(directory: Path) -> Path:
 
 
 def publish(temporary: Path, directory: Path, source: str | Path, **changed: Any) -> None:
-    """Make the model ``directory`` of the weights in ``temporary``, folders beside them, and the other files of
-    ``source``. One that is new appears whole or not at all, where folders can be renamed; in one that exists, the
-    model's files are replaced and whatever else is there stays.
+    """Assemble the model ``directory`` from the weights and folders in ``temporary`` and the other files of
+    ``source``. A new directory appears atomically where folders can be renamed. In an existing one, the model's files
+    are replaced and other files stay.
 
     Args:
         source, changed: see :func:`copy_side_files`.
@@ -57,12 +57,12 @@ def publish(temporary: Path, directory: Path, source: str | Path, **changed: Any
         try:
             temporary.rename(directory)
             return
-        except OSError:  # an object store has no folders to rename: they are copied, which goes on below
+        except OSError:  # an object store cannot rename folders: the code below copies the files
             directory.mkdir()
     new = {path.name for path in temporary.iterdir()}
     stale = [path for path in (directory / INDEX, *directory.glob("model*.safetensors")) if path.name not in new]
-    for path in sorted(temporary.iterdir(), key=lambda path: path.name == _CONFIG):  # which says that there is a model
-        if path.is_dir():  # which replaces no folder that has files
+    for path in sorted(temporary.iterdir(), key=lambda path: path.name == _CONFIG):  # it marks a model, so it is last
+        if path.is_dir():  # os.replace cannot replace a folder that has files
             shutil.rmtree(directory / path.name, ignore_errors=True)
         _move(path, directory / path.name)
     for path in stale:
@@ -72,18 +72,18 @@ def publish(temporary: Path, directory: Path, source: str | Path, **changed: Any
 
 def copy_side_files(source: str | Path, directory: Path, *, dtype: str | None = None, **changed: Any) -> None:
     """Copy configuration, tokenizer, templates, code and license of the model ``source`` into the existing
-    ``directory``, byte for byte but for what has changed in config.json.
+    ``directory``, byte for byte except for changes in config.json.
 
     Args:
-        source: the model's folder, or its name on the Hub, from which the files are fetched if need be.
-        dtype: of the weights that come with them, such as "bfloat16"; None leaves the configuration's.
-        changed: other fields of the configuration.
+        source: the model's folder, or its name on the Hub; missing files are then fetched.
+        dtype: the dtype of the weights, such as "bfloat16"; None keeps the configuration's.
+        changed: other fields of the configuration to set.
 
     Raises:
         OSError: a file cannot be read or written.
-        ValueError: the configuration is not JSON, or the model is not here and cannot be fetched.
+        ValueError: the configuration is not JSON, or the model is missing and cannot be fetched.
     """
-    patterns = (*SIDE_FILE_PATTERNS, "*.py")  # the model's own code, which nothing here fetches or runs unasked
+    patterns = (*SIDE_FILE_PATTERNS, "*.py")  # the model's own code, which runs only on request
     for path in sorted(model_folder(source, weights=False).iterdir()):
         if path.is_file() and any(fnmatch(path.name, pattern) for pattern in patterns):
             shutil.copyfile(path, directory / path.name)
@@ -100,7 +100,7 @@ def copy_side_files(source: str | Path, directory: Path, *, dtype: str | None = 
 
 
 def _move(path: Path, target: Path) -> None:
-    """Rename ``path``, or copy it where that cannot be done."""
+    """Rename ``path``, or copy it where renaming fails."""
     try:
         os.replace(path, target)
     except OSError:

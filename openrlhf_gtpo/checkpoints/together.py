@@ -1,4 +1,4 @@
-"""Checkpoint steps that all ranks take together, on either backend: agree on one to load, and publish a new one."""
+"""Checkpoint operations that all ranks run together, on either backend: agree on one to load, publish a new one."""
 
 import shutil
 from collections.abc import Sequence
@@ -18,16 +18,16 @@ _READERS = 4  # threads per rank
 
 
 def choose(folders: Sequence[Path], tag: str | None = None) -> Path | None:
-    """The checkpoint to go on from, after all ranks have found its files undamaged; None if there is none.
+    """Choose the checkpoint to resume from, once all ranks have verified its files; None if there is none.
 
-    A damaged one is renamed to set it aside, and the one before it is tried.
+    A damaged one is renamed, and the one before it is tried.
 
     Args:
-        folders: of checkpoints; the answer is in the first, and the others have one with the same tag.
+        folders: folders of checkpoints. The result is in the first, and the others have one with the same tag.
         tag: accept only this one.
 
     Raises:
-        CheckpointError: none of the existing ones can be loaded, or the requested one cannot.
+        CheckpointError: the requested one, or every existing one, cannot be loaded.
     """
     while True:
         path = from_first_rank(partial(checkpoint_folder.candidate, folders, tag), CheckpointError)
@@ -42,7 +42,7 @@ def choose(folders: Sequence[Path], tag: str | None = None) -> Path | None:
             aside = from_first_rank(partial(checkpoint_folder.set_aside, folder / path.name), CheckpointError)
             if get_rank() == 0:
                 reason = str(error).removesuffix(".")
-                print(f"Warning: {reason}; it is now {aside}. Trying the one before it.", flush=True)
+                print(f"Warning: {reason}; it was renamed to {aside}. Trying the one before it.", flush=True)
         else:
             if get_rank() == 0:
                 print(checkpoint_folder.announcement(path), flush=True)
@@ -50,10 +50,10 @@ def choose(folders: Sequence[Path], tag: str | None = None) -> Path | None:
 
 
 def verify(path: Path) -> None:
-    """Read every file of a checkpoint, each on one rank, and compare checksums.
+    """Verify the checksum of every file of a checkpoint, each on one rank.
 
     Raises:
-        DamagedError: on all ranks, if a file is not what was written.
+        DamagedError: a file differs from what was written; on all ranks.
     """
 
     def read_share() -> None:
@@ -69,16 +69,16 @@ def verify(path: Path) -> None:
 
 
 def agree(temporary: Path, target: Path, failure: str | None) -> None:
-    """Go on if all ranks have written their part of ``target`` into ``temporary``.
+    """Check that all ranks have written their part of ``target`` into ``temporary``.
 
     Raises:
-        CheckpointWriteError: a rank could not; nothing is left of the checkpoint.
+        CheckpointWriteError: a rank could not. The checkpoint's files are then removed.
     """
-    sentence = f"The checkpoint {target} could not be written: {failure}; earlier ones are as they were."
+    sentence = f"The checkpoint {target} could not be written: {failure}; earlier ones are unchanged."
     try:
         raise_together(None if failure is None else sentence, CheckpointWriteError)
     except CheckpointWriteError:
-        if get_rank() == 0:  # all have finished writing by now
+        if get_rank() == 0:  # all ranks have finished writing by now
             shutil.rmtree(temporary, ignore_errors=True)
         raise
 
@@ -87,11 +87,11 @@ def publish(temporary: Path, target: Path, contents: dict[str, Any], written: di
     """Write the manifest and give the checkpoint its name.
 
     Args:
-        contents: what the manifest says besides the files, as the first rank has it.
+        contents: the manifest's fields besides the files; the first rank's are used.
         written: entries of files that this rank has written, by their paths in ``temporary``.
 
     Raises:
-        CheckpointWriteError: the first rank could not; nothing is left of the checkpoint.
+        CheckpointWriteError: the first rank could not. The checkpoint's files are then removed.
     """
     everyone = all_gather_objects(written)
 
@@ -104,7 +104,7 @@ def publish(temporary: Path, target: Path, contents: dict[str, Any], written: di
 
 
 def put_in_order(target: Path, others: Sequence[Path], *, max_num: int, max_mem_gb: float) -> None:
-    """Remove excess checkpoints once ``target`` is published, and let ``latest`` name it. Arguments as for ``rotate``.
+    """Remove excess checkpoints once ``target`` is published, and point ``latest`` at it. Arguments as for ``rotate``.
 
     Raises:
         CheckpointWriteError: the folder could not be written.
@@ -112,8 +112,8 @@ def put_in_order(target: Path, others: Sequence[Path], *, max_num: int, max_mem_
 
     def write() -> None:
         checkpoint_folder.rotate(target.parent, target.name, others, max_num=max_num, max_mem_gb=max_mem_gb)
-        checkpoint_folder.set_latest(target.parent, target.name)  # now that the disk has room for it
+        checkpoint_folder.set_latest(target.parent, target.name)  # the removal has made room on the disk
 
     failure = failure_of(write) if get_rank() == 0 else None
-    sentence = f"The checkpoint {target} is written, but its folder could not be put in order: {failure}."
+    sentence = f"The checkpoint {target} is written, but its folder could not be tidied up: {failure}."
     raise_together(None if failure is None else sentence, CheckpointWriteError)

@@ -1,4 +1,4 @@
-"""Command lines: parse, check, call, print. This file holds what they share."""
+"""Command lines: parse, check, call, print. This file holds their shared parts."""
 
 import argparse
 import io
@@ -13,12 +13,13 @@ from openrlhf_gtpo.errors import TrainingStopped, UsageError, with_near_flag
 from openrlhf_gtpo.platform.processes import LaunchError, ProcessFailed, is_first_process
 
 _KEY = "WANDB_API_KEY"
-_KEY_FLAG = r"(--logger\.wandb\.ke?y?[=\s\0]['\"]?)(?!--)([^\s\0'\"]+)"  # argparse takes the beginning of a flag, too
+_KEY_FLAG = r"(--logger\.wandb\.ke?y?[=\s\0]['\"]?)(?!--)([^\s\0'\"]+)"  # argparse accepts abbreviated flags too
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Wraps a description paragraph by paragraph, keeps its indented blocks as written, and adds a flag's default to
-    its help, except for switches that are off and where the help already states it."""
+    """A help formatter that wraps descriptions by paragraph, keeps indented blocks, and adds each flag's default,
+    except for switches that are off and where the help already states it.
+    """
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         fill = super()._fill_text
@@ -32,7 +33,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose help, and that of its subcommands, is a :class:`HelpFormatter`'s."""
+    """An argument parser that formats its help, and its subcommands' help, with :class:`HelpFormatter`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=HelpFormatter, **options)
@@ -52,23 +53,23 @@ class Parser(argparse.ArgumentParser):
 def exit_status(
     command: str, run: Callable[[], Any], *mistakes: type[Exception], interrupted: str = "interrupted."
 ) -> int:
-    """Call ``run``. Return 0, or after one sentence on stderr 2 for a user error, 1 if training or a process failed,
-    130 after Ctrl-C; without a sentence 141 if nobody reads stdout any more, as after `| head`.
+    """Call ``run`` and return an exit status: 0; 2 for a user error; 1 if training or a process failed; 130 after
+    Ctrl-C; 141 if nobody reads stdout any more, as after `| head`. 1, 2 and 130 come with one sentence on stderr.
 
     Args:
         command: name to print before the sentence.
-        mistakes: exceptions that are the user's error, besides :class:`UsageError` and :class:`LaunchError`.
-        interrupted: the sentence after Ctrl-C.
+        mistakes: exceptions that count as user errors, besides :class:`UsageError` and :class:`LaunchError`.
+        interrupted: the sentence to print after Ctrl-C.
     """
     reported: tuple[type[Exception], ...] = (UsageError, LaunchError, TrainingStopped, ProcessFailed, *mistakes)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # of a terminal or pipe that has no × or ±
+        sys.stdout.reconfigure(errors="replace")  # for a terminal or pipe that cannot print × or ±
     try:
         run()
         if sys.stdout is not None:  # a shell may have closed it
             sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout at exit
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         if is_first_process():
@@ -82,14 +83,14 @@ def exit_status(
 
 
 def hide_key() -> None:
-    """If the command line has W&B's key, put the key into WANDB_API_KEY, and start this process anew with that name in
-    its place. To be called before the slow imports.
+    """If the command line has W&B's key, move the key to WANDB_API_KEY and restart this process with that name
+    instead. Call this before the slow imports.
 
-    A command line is visible in every user's ``ps``, in Ray's record of the job and in a benchmark's results; an
-    environment, only to its own user. A new title (setproctitle) would not do: it is silently ignored once the
-    environment's first variable has been written again, as any import may do.
+    A command line is visible in every user's ``ps``, in Ray's record of the job and in a benchmark's results. An
+    environment is visible only to its own user. A new title (setproctitle) does not help: it is silently ignored once
+    the environment's first variable has been rewritten, which any import may do.
     """
-    command_line = "\0".join(sys.argv[1:])  # no word contains this; a benchmark's --compare has flags within a word
+    command_line = "\0".join(sys.argv[1:])  # no argument has a \0, and --compare has flags within one
     keys = [key for _, key in re.findall(_KEY_FLAG, command_line) if key != _KEY]
     if keys:
         os.environ[_KEY] = keys[-1]

@@ -1,4 +1,4 @@
-"""`openrlhf-gtpo COMMAND …`: the command lines of this package by short names."""
+"""`openrlhf-gtpo COMMAND …`: this package's commands under short names."""
 
 import sys
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from importlib import import_module
 
 from openrlhf_gtpo.cli import Parser
 
-# Names with their module in this folder, and what it does.
+# Command name, its module in this folder, and what it does.
 COMMANDS = {
     "prepare": ("prepare", "make models and data"),
     "train": ("train_ppo_ray", "train; takes OpenRLHF's flags"),
@@ -25,7 +25,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that ``argv`` begins with, and return its status; 2 if there is no such command."""
+    """Run the command named by ``argv[0]`` and return its status; 2 if there is no such command."""
     about = "\n".join(f"  {name:12} {what}" for name, (_, what) in COMMANDS.items())
     parser = Parser(prog="openrlhf-gtpo", usage="openrlhf-gtpo COMMAND …", description=__doc__, epilog=about)
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="a command below; each has --help")

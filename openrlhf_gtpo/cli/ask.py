@@ -1,7 +1,7 @@
-"""`python3 -m openrlhf_gtpo.cli.ask MODEL QUESTION`: asks a model, such as one that was just trained, a question.
+"""`python3 -m openrlhf_gtpo.cli.ask MODEL QUESTION`: asks a model a question, such as one that was just trained.
 
-A model that this package has trained is asked as its run asked it; another through its chat template, if it has one,
-as with training's --data.apply_chat_template. The answer takes the likeliest token at each step.
+A model trained by this package gets the prompt format of its run. Another model gets its chat template, if it has one,
+as with --data.apply_chat_template in training. Decoding is greedy.
 """
 
 import sys
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the answer. Return 0, or 2 after one sentence on stderr for a user error."""
+    """Print the model's answer. Return 0, or 2 after one sentence on stderr for a user error."""
     parser = Parser(prog="python3 -m openrlhf_gtpo.cli.ask", description=__doc__)
     parser.add_argument("model", metavar="MODEL", help="Hugging Face checkpoint: a folder, or a name on the Hub")
     parser.add_argument("question", metavar="QUESTION")
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="maximum tokens of the answer")
     for setting in prompts.PROMPTS.settings:
-        if not setting.flag.endswith("_key"):  # there are no columns
+        if not setting.flag.endswith("_key"):  # a question has no columns
             setting.add_to(parser)
     args = parser.parse_args(argv)
     given = {flag: value for flag, value in vars(args).items() if flag in prompts.NONE}
@@ -31,14 +31,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def answer(model: str, question: str, max_tokens: int, given: Mapping[str, Any] = prompts.NONE) -> str:
-    """The answer of the checkpoint ``model`` to ``question``, by greedy decoding.
+    """Return the answer of the checkpoint ``model`` to ``question``, by greedy decoding.
 
     Args:
-        given: settings of prompts, by flag.
+        given: prompt settings by flag.
 
     Raises:
         UsageError: the checkpoint cannot be read.
-        ValueError: there is no question, or no room for an answer.
+        ValueError: the question is empty, or leaves no room for an answer.
     """
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
@@ -53,7 +53,7 @@ def answer(model: str, question: str, max_tokens: int, given: Mapping[str, Any] 
     tokenizer = checkpoint.tokenizer
     tokens = torch.tensor([token_ids(tokenizer, prompt_of(checkpoint, question, given))])
     causal_lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)  # the engines' dtype
-    # Of the checkpoint's generation_config.json, vLLM reads nothing else for a request of training's.
+    # vLLM reads nothing else from the checkpoint's generation_config.json for a training request.
     ends = causal_lm.generation_config.eos_token_id
     ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
     causal_lm.generation_config = GenerationConfig(eos_token_id=sorted(ends) or None, min_new_tokens=1)
@@ -63,12 +63,12 @@ def answer(model: str, question: str, max_tokens: int, given: Mapping[str, Any] 
 
 
 def prompt_of(checkpoint: "Model", question: str, given: Mapping[str, Any]) -> str:
-    """The text that the model reads; ``given`` as for :func:`answer`."""
+    """Return the text that the model reads; ``given`` as for :func:`answer`."""
     from openrlhf_gtpo.training.checks.prompts import name_unread, prompt_and_label
 
     kept = prompts.kept_prompts(checkpoint.folder)
     if agent := kept.get(prompts.AGENT):
-        print(f"The model was trained with the agent {agent}, and is asked without it, once.", file=sys.stderr)
+        print(f"The model was trained with the agent {agent}, and is asked once, without it.", file=sys.stderr)
     flags = {**prompts.NONE, "data.apply_chat_template": None, "data.input_template": None, **given}
     if not kept:
         flags["data.apply_chat_template"] = checkpoint.tokenizer.chat_template is not None

@@ -1,6 +1,6 @@
 """``python3 -m openrlhf_gtpo.cli.benchmark NAME``: measurements whose numbers the documentation quotes.
 
-They are in ``benchmarks/suite`` of the repository, which is not installed: this is the way to them from a clone.
+They live in ``benchmarks/suite`` of the repository, which is not installed. This command runs them from a clone.
 """
 
 import os
@@ -20,7 +20,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one benchmark. Return 0, 2 after one sentence about a usage error, or 1 if a process failed."""
+    """Run one benchmark. Return 0, 2 after one sentence about a user error, or 1 if a process failed."""
     status = exit_status("benchmark", _find_benchmarks)
     if status:
         return status
@@ -30,11 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _find_benchmarks() -> None:
-    """Let this process and those that it starts, such as ranks and Ray's workers, import ``benchmarks``."""
+    """Let this process and its children, such as ranks and Ray's workers, import ``benchmarks``."""
     if not (_ROOT / "benchmarks" / "suite").is_dir():
         raise UsageError(
-            f"the benchmarks are not installed with the package, which is in {_ROOT}; clone its repository and start "
-            "this command in the clone, or install it with pip install -e."
+            f"the package in {_ROOT} comes without the benchmarks; clone its repository and run this command there, "
+            "or install the clone with pip install -e."
         )
     if str(_ROOT) not in sys.path:
         sys.path.insert(0, str(_ROOT))

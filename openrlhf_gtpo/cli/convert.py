@@ -1,6 +1,6 @@
 """`python3 -m openrlhf_gtpo.cli.convert {hf-to-megatron,megatron-to-hf} SRC DST`: one model in either format.
 
-A Megatron checkpoint can be read at any TP × PP × DP, whatever it was written at. Conversion runs on the CPU, in host
+A Megatron checkpoint can be read at any TP × PP × DP, whatever layout wrote it. Conversion runs on the CPU, in host
 memory, even on hosts with GPUs.
 """
 
@@ -24,11 +24,10 @@ FLAGS = {"tensor_model_parallel_size": "--tensor-parallel", "pipeline_model_para
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Return 0, 2 after one sentence on stderr if the user's input cannot be used, or 1 if a process
-    failed otherwise."""
+    """Run one command. Return 0, 2 after one sentence on stderr for a user error, or 1 if a process failed."""
     args = build_parser().parse_args(argv)
-    # On the CPU, because the host's memory has room for a model that is too large for any single device. Set before
-    # anything detects the platform.
+    # On the CPU: host memory has room for a model that is too large for any single device. Set before anything detects
+    # the platform.
     os.environ[PLATFORM_VARIABLE] = "cpu"
     return exit_status(f"convert {args.command}", lambda: _convert(args), ValueError, OSError)
 
@@ -70,7 +69,7 @@ def _hf_to_megatron(args: argparse.Namespace) -> None:
     model.check_safetensors()
     config = model.config
     try:
-        # A mixture of experts on several ranks wants sequence parallelism, which changes no weight.
+        # A mixture of experts on several ranks needs sequence parallelism, which changes no weight.
         layout = Layout(args.tensor_parallel, args.pipeline_parallel, sequence_parallel=True)
         check_layout(config, layout, layout.model_parallel_size)
     except LayoutError as error:
@@ -91,10 +90,10 @@ def _megatron_to_hf(args: argparse.Namespace) -> None:
     manifest = check_checkpoint(source)
     adapters = manifest.get("lora")
     if adapters and args.base is None:
-        raise ValueError(f"{source} has adapters alone; name the model that they were trained on with --base.")
+        raise ValueError(f"{source} has only adapters; name the model that they were trained on with --base.")
     if args.base is not None:
         if not adapters:
-            raise ValueError(f"{source} has all weights; leave out --base.")
+            raise ValueError(f"{source} has all weights, so --base has no use; leave it out.")
         model = Model(args.base, "--base")
         model.check_safetensors()
         model.check_weights()
@@ -103,14 +102,16 @@ def _megatron_to_hf(args: argparse.Namespace) -> None:
         if note := without_comparison(adapters):
             print(f"{source} {note}", file=sys.stderr)
     elif not (source / SIDE_FILES / "config.json").is_file():
-        raise ValueError(f"{source} has no configuration and tokenizer ({SIDE_FILES}/), which a model needs.")
+        raise ValueError(
+            f"{source} has no configuration and tokenizer ({SIDE_FILES}/), so no model can be made of it."
+        )
     work = str(source.resolve()), str(args.destination.resolve()), manifest["dtype"], args.base
     run_processes(megatron_to_hf, 1, *work)
 
 
 def hf_to_megatron(source: str, destination: str, layout: Layout, dtype: str) -> None:
     """Load ``source`` at ``layout`` and write a checkpoint of weights. Runs in each of the processes started for it;
-    only these import megatron."""
+    only they import megatron."""
     import torch
 
     from openrlhf_gtpo.megatron.checkpoint.checkpoints import PendingSave
@@ -124,7 +125,7 @@ def hf_to_megatron(source: str, destination: str, layout: Layout, dtype: str) ->
 
 
 def megatron_to_hf(source: str, destination: str, dtype: str, base: str | None) -> None:
-    """Load the weights of the checkpoint ``source``, or those of ``base`` and its adapters, in one process and write
+    """Load the weights of the checkpoint ``source``, or ``base`` with its adapters merged, in one process, and write
     them as a Hugging Face folder."""
     import torch
 

@@ -1,8 +1,9 @@
-"""`python3 -m openrlhf_gtpo.cli.doctor`: is this node fit for a run? Prints a line for each check.
+"""`python3 -m openrlhf_gtpo.cli.doctor`: checks whether this node can run training. Prints a line for each check.
 
-`ok`; `warning`: a run starts, but may be slow or fail later; `wrong`: a run would fail; `skipped`: this host cannot
-tell. The exit status is 1 if anything is wrong, else 0. On a node with GPUs, torch computes on each of them and the
-Megatron actor is imported; elsewhere only what a check needs is (Ray for `--shared`, Transformers for `--model`).
+A line says `ok`, `warning` (a run may be slow or fail later), `wrong` (a run would fail) or `skipped` (this host
+cannot tell). The exit status is 1 if anything is wrong, else 0. On a node with GPUs, torch computes on each of them
+and the Megatron actor is imported. Elsewhere a check imports only what it needs (Ray for `--shared`, Transformers for
+`--model`).
 """
 
 import sys
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 line = check(args)
             except UsageError as error:
                 line = doctor.wrong(str(error))
-            except Exception as error:  # whatever an import or a file system may raise on a broken node
+            except Exception as error:  # imports and file systems may raise anything on a broken node
                 line = doctor.wrong(f"{type(error).__name__}: {one_line(error):.300}")
             statuses.append(line.status)
             print(f"{line.status:<8} {name}: {line.text}", flush=True)

@@ -1,12 +1,12 @@
 """`python3 -m openrlhf_gtpo.cli.evaluate --model MODEL --eval.dataset A,B --reward.remote_url FILE --output DIR`.
 
-Asks a model each question of some data sets several times, through vLLM, and prints mean@k, pass@k (unbiased), best@k,
-majority@k, lengths and how many answers were cut off, each with its standard error over questions. Flags that training
-has too mean the same here, --train.agent_func_path in the place of a reward among them. DIR gets a file of answers for
-each data set, each question's scores as scores.json, and the table as table.md and summary.json; after an
-interruption, the same command resumes. A model that this package has trained is asked as in its training, but for what
-flags of prompts say. majority@k needs a reward file with a second function beside `reward_func`: `answer_of`, with the
-same arguments, returns an answer as text or None. Those of `openrlhf_gtpo.tasks` have it.
+Asks a model each question of some data sets several times, through vLLM. Prints mean@k, pass@k (unbiased), best@k,
+majority@k, lengths and the share of truncated answers, each with its standard error over questions. Flags shared with
+training mean the same here, including --train.agent_func_path instead of a reward. DIR gets a file of answers for each
+data set, each question's scores as scores.json, and the table as table.md and summary.json. After an interruption, the
+same command resumes. A model trained by this package gets the prompt format of its run, unless prompt flags say
+otherwise. majority@k needs a second function in the reward file: `answer_of` takes the arguments of `reward_func` and
+returns an answer as text or None. The rewards of `openrlhf_gtpo.tasks` have it.
 """
 
 import argparse
@@ -32,12 +32,12 @@ from openrlhf_gtpo.platform.files import check_output, model_folder, replace_tex
 from openrlhf_gtpo.report.answers import per_question, summarize, table
 from openrlhf_gtpo.training.settings import prompts
 
-_INTERRUPTED = "interrupted; the same command goes on."
+_INTERRUPTED = "interrupted; the same command resumes it."
 _MAX_LEN = 4096
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluate. Return 0, 2 after a sentence on stderr if the input is unusable, 1 if a process or reward failed."""
+    """Evaluate models. Return 0, 2 after a sentence on stderr for a user error, 1 if a process or reward failed."""
     args = build_parser().parse_args(argv)
     return exit_status("evaluate", lambda: _evaluate(args), ValueError, OSError, interrupted=_INTERRUPTED)
 
@@ -94,7 +94,7 @@ def _evaluate(args: argparse.Namespace) -> None:
         elif not Path(model, "config.json").is_file():
             model = str(Path(folder) / "model")
             command = [sys.executable, "-m", "openrlhf_gtpo.cli.convert", "megatron-to-hf", args.model, model]
-            # Its own process, as it uses only the CPU from then on.
+            # In a process of its own, because conversion restricts its process to the CPU.
             done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
             if done.returncode:
                 why = (done.stderr.strip().splitlines() or [""])[-1].removeprefix("convert megatron-to-hf: ")
@@ -104,7 +104,7 @@ def _evaluate(args: argparse.Namespace) -> None:
 
 
 def _evaluate_each(args: argparse.Namespace) -> None:
-    """Evaluate each model in a process of its own, and compare the others with the first, question by question."""
+    """Evaluate each model in its own process, and compare the others with the first, question by question."""
     import numpy as np
 
     from openrlhf_gtpo.tools.experiment.comparison import paired_difference
@@ -124,7 +124,7 @@ def _evaluate_each(args: argparse.Namespace) -> None:
         command = [sys.executable, "-m", "openrlhf_gtpo.cli.evaluate", "--model", model, *words]
         status = subprocess.run([*command, "--output", str(args.output / label)], stdout=subprocess.DEVNULL).returncode
         if status:
-            raise SystemExit(status)  # it has said why
+            raise SystemExit(status)  # the process has printed the reason
         results.append(json.loads((args.output / label / "scores.json").read_bytes()))
     rows = {
         f"{label}, {data}": summarize(scores)
@@ -139,9 +139,7 @@ def _evaluate_each(args: argparse.Namespace) -> None:
             sentence = paired_difference(gained[:, None]).sentence(label, labels[0], of="questions")
             lines.append(f"{data}, {mean}: {sentence}\n")
             if result["questions"][data] != results[0]["questions"][data]:
-                lines.append(
-                    f"{data}: {label} and {labels[0]} read different prompts; flags can make them the same.\n"
-                )
+                lines.append(f"{data}: {label} and {labels[0]} got different prompts; prompt flags can align them.\n")
     (args.output / "table.md").write_text("".join(lines))
     print("".join(lines), end="")
 
@@ -149,7 +147,7 @@ def _evaluate_each(args: argparse.Namespace) -> None:
 @contextmanager
 def _ended_by_ctrl_c(folder: Path) -> Iterator[None]:
     """End this process and vLLM's at once, and remove ``folder``. While vLLM 0.29 starts an engine, it survives a
-    KeyboardInterrupt, and then waits for the engine that the same Ctrl-C has ended (v1/engine/core_client.py)."""
+    KeyboardInterrupt and then waits for the engine that the same Ctrl-C has killed (v1/engine/core_client.py)."""
 
     def end(number: int, frame: Any) -> None:
         for process in psutil.Process().children(recursive=True):
@@ -167,7 +165,7 @@ def _ended_by_ctrl_c(folder: Path) -> Iterator[None]:
 
 
 def model_of_hub(name: str) -> Path:
-    """The folder of a model of the Hub, weights included; UsageError if there is none, or no way to it."""
+    """Return the folder of a Hub model, with weights, fetching it if needed; UsageError if it cannot be found."""
     try:
         return model_folder(name)
     except UsageError as error:
@@ -175,7 +173,7 @@ def model_of_hub(name: str) -> Path:
 
 
 def checked_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the flags of ``args`` that training has too; UsageError if one is out of range."""
+    """Return the flags of ``args`` that training shares; UsageError if one is out of range."""
     from openrlhf_gtpo.training.settings.values import check_ranges, check_template
 
     flags = {name: value for name, value in vars(args).items() if "." in name}
@@ -184,17 +182,17 @@ def checked_flags(args: argparse.Namespace) -> dict[str, Any]:
     if twice := [stem for stem in stems if stems.count(stem) > 1]:
         raise UsageError(f"--eval.dataset {flags['eval.dataset']}: two of them would be written to {twice[0]}.jsonl.")
     check_template(flags["data.input_template"])
-    if not flags["eval.temperature"] and flags["eval.n_samples_per_prompt"] > 1:  # vLLM refuses this
+    if not flags["eval.temperature"] and flags["eval.n_samples_per_prompt"] > 1:  # vLLM rejects this
         raise UsageError("With --eval.temperature 0 every answer is the same; give --eval.n_samples_per_prompt 1.")
     return flags
 
 
 def checked_inputs(flags: dict[str, Any], model: str, named: str | None = None) -> tuple[Any, Any, Callable[..., Any]]:
-    """Return ``flags`` as OpenRLHF's nested arguments, the tokenizer of ``model``, and the reward function or the
-    agent, whose file is then among the arguments; UsageError if questions, reward or agent cannot be used.
+    """Return ``flags`` as OpenRLHF's nested arguments, the tokenizer of ``model``, and the reward function or agent,
+    whose file is then among the arguments; UsageError if questions, reward or agent cannot be used.
 
     Args:
-        named: what the user gave, if ``model`` was fetched or converted from it.
+        named: the model as the user gave it, if ``model`` was fetched or converted.
     """
     from openrlhf.utils.config import hierarchize
 
@@ -215,32 +213,30 @@ def checked_inputs(flags: dict[str, Any], model: str, named: str | None = None) 
     file, trained_with = flags["reward.remote_url"], kept.get(prompts.AGENT)
     if trained_with and not (file or flags[prompts.AGENT] or _is_own(trained_with, model, named or model)):
         raise UsageError(
-            f"The model was trained with the agent {trained_with}, and its folder runs no code by itself; give "
-            f"--{prompts.AGENT} {trained_with} to play it, or a --reward.remote_url to ask once."
+            f"The model was trained with the agent {trained_with}, whose code does not run unasked; give "
+            f"--{prompts.AGENT} {trained_with} to run it, or a --reward.remote_url to ask each question once."
         )
     agent = flags[prompts.AGENT] = flags[prompts.AGENT] or (None if file else trained_with)
     if file and agent:
-        raise UsageError(f"With --{prompts.AGENT} no --reward.remote_url is read; leave one of them out.")
+        raise UsageError(f"--{prompts.AGENT} replaces --reward.remote_url; leave one of them out.")
     if not (file or agent):
-        raise UsageError(
-            "Nothing grades an answer; give a --reward.remote_url, or an agent's --train.agent_func_path."
-        )
+        raise UsageError("Answers need a grader; give a --reward.remote_url, or an agent's --train.agent_func_path.")
     if trained_with and (not agent or os.path.abspath(agent) != os.path.abspath(trained_with)):
-        how = f"with {agent}" if agent else f"without it, once; --{prompts.AGENT} {trained_with} plays it"
+        how = f"with {agent}" if agent else f"once, without it; --{prompts.AGENT} {trained_with} runs it"
         print(f"The model was trained with the agent {trained_with}, and is asked {how}.", file=sys.stderr)
     if taken := [f"--{name} {value}" for name, value in flags.items() if value and not before[name]]:
         print(f"As in the model's training: {', '.join(taken)}.", file=sys.stderr)
     trained_at = prompts.kept_prompts(Path(model)).get("rollout.temperature", flags["eval.temperature"])
     if trained_at != flags["eval.temperature"]:
         print(
-            f"--eval.temperature {flags['eval.temperature']:g} is not the model's in training, {trained_at:g}.",
+            f"--eval.temperature {flags['eval.temperature']:g} differs from training's, {trained_at:g}.",
             file=sys.stderr,
         )
     if flags["data.apply_chat_template"] and flags["data.input_template"]:
-        raise UsageError("With --data.apply_chat_template no --data.input_template is read; leave one of them out.")
+        raise UsageError("--data.apply_chat_template replaces --data.input_template; leave one of them out.")
     run = hierarchize(argparse.Namespace(**flags, **{"actor.model_name_or_path": model}))
     run.use_ms = False  # ModelScope
-    given = [flag for flag, value in before.items() if value is not None]  # what training had, a data set may lack
+    given = [flag for flag, value in before.items() if value is not None]  # data may lack training's columns
     check_dataset(run, checkpoint.tokenizer, flags["eval.dataset"], flags["eval.split"], "--eval.dataset", needs=given)
     if not agent:
         reward_func, first = import_reward(file), first_prompt(run, checkpoint.tokenizer, "--eval.dataset")
@@ -253,8 +249,9 @@ def checked_inputs(flags: dict[str, Any], model: str, named: str | None = None) 
 
 
 def _is_own(agent: str, model: str, named: str) -> bool:
-    """Whether the agent's file that a model's folder names is one of this host's: a folder that came from elsewhere
-    must not choose what code is run, be it its own file, one of the working folder or, of the Hub's, any."""
+    """Tell whether the agent that a model's folder names is a file of this host. A folder from elsewhere must not
+    choose which code runs, be it its own file, one in the working folder or, for a Hub model, any file.
+    """
     folders = [Path(folder).resolve() for folder in (model, named)]
     place = Path(agent).resolve()
     return Path(named).is_dir() and os.path.isabs(agent) and not any(place.is_relative_to(each) for each in folders)
@@ -267,7 +264,7 @@ def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> 
     from openrlhf_gtpo.scoring.answers import answer, load_engine, questions_of, read_answers
     from openrlhf_gtpo.scoring.conversations import Conversations
 
-    # One file of answers for each data set, beside the scores of an earlier call.
+    # One file of answers for each data set. Refuse to drop scores of data sets from an earlier call.
     run, tokenizer, reward = checked_inputs(flags, model, args.model)
     flags |= {"data.max_len": run.data.max_len}
     agent = run.train.agent_func_path
@@ -281,13 +278,13 @@ def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> 
     try:
         earlier = json.loads(before.read_bytes())["scores"].keys() if before.exists() else set()
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{before} is not what cli.evaluate writes; name another folder, or remove it.") from error
+        raise UsageError(f"{before} was not written by cli.evaluate; name another folder, or remove it.") from error
     for name in sorted(earlier - {path.stem for path in paths}):
         raise UsageError(
-            f"{before} has the scores of {name} too, which this evaluation would drop; name another folder, or "
-            f"{name}'s data set as well."
+            f"{before} also has the scores of {name}, which this evaluation would drop; name another folder, or add "
+            f"{name} to --eval.dataset."
         )
-    # Of each data set: questions, the settings that its answers depend on, and the answers that are there already.
+    # For each data set: its questions, the settings that its answers depend on, and the answers so far.
     work = {}
     for name, path in zip(sets, paths, strict=True):
         questions = questions_of(run, tokenizer, name, flags["eval.split"], variables)
@@ -304,7 +301,7 @@ def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> 
             "reward": _digest(Path(source).read_text("utf-8")),
         }
         work[path] = questions, settings, read_answers(path, settings)
-    # Answer what is left, and score everything.
+    # Answer the remaining questions, and score everything.
     args.output.mkdir(parents=True, exist_ok=True)
     engine = None
     if any(len(rows) < len(questions) for questions, _, rows in work.values()):
@@ -328,13 +325,13 @@ def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> 
 
 
 def _stems(sets: Sequence[str]) -> list[str]:
-    """What the answers to each data set are called."""
+    """The names of the answer files, one for each data set."""
     places = [Path(name.strip().partition("@")[0]) for name in sets]
     return [place.stem if place.is_file() else place.name for place in places]
 
 
 def _weights(folder: Path) -> list[str]:
-    """Names, sizes and times of a folder's weight files, which show if the weights are different ones."""
+    """Names, sizes and times of a folder's weight files, which show whether the weights have changed."""
     files = sorted(path for path in folder.rglob("*") if path.suffix in (".safetensors", ".bin", ".distcp"))
     return [f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
 

@@ -1,10 +1,10 @@
 """`python3 -m openrlhf_gtpo.cli.experiment FILE.yaml`: methods × settings × seeds, trained one after another.
 
 Everything is checked before the first run. Each run has a folder, OUTPUT/METHOD/SETTING.../seed-N, with its metrics,
-log, model, checkpoints and, if the file asks for it, evaluation. After an interruption, the same command continues:
-finished runs are kept, and an unfinished one resumes from its last checkpoint (flag ckpt.save_steps) or starts anew.
-Started on several hosts that share OUTPUT, it divides the runs among them. At the end, OUTPUT has table.md, curves.png
-and report/index.html, which cover the finished runs.
+log, model, checkpoints and, if the file asks for it, evaluation. After an interruption, the same command resumes:
+finished runs are kept, and an unfinished one resumes from its last checkpoint (flag ckpt.save_steps) or restarts. On
+several hosts that share OUTPUT, the same command divides the runs among them. At the end, OUTPUT has table.md,
+curves.png and report/index.html with the finished runs.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from openrlhf_gtpo.training.settings.prompts import AGENT, filled
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run an experiment. Return 0, 2 after a sentence on stderr if it cannot be run, 1 if a run failed, or 130 if a
+    """Run an experiment. Return 0, 2 after a sentence on stderr for a user error, 1 if a run failed, or 130 if a
     signal or a request to stop ended it."""
     parser = Parser(prog="python3 -m openrlhf_gtpo.cli.experiment", description=__doc__)
     parser.add_argument("file", type=Path, metavar="FILE", help="YAML file with the experiment (docs/experiments.md)")
@@ -48,20 +48,20 @@ def _experiment(args: argparse.Namespace) -> None:
     except BaseException:
         try:
             _write_results(grid)
-        except (ValueError, OSError) as error:  # which must not hide how the runs ended
+        except (ValueError, OSError) as error:  # a failing report must not hide how the runs ended
             print(f"experiment: {error}", file=sys.stderr)
         raise
     _write_results(grid)
 
 
 def _check(grid: Grid) -> None:
-    """Refuse combinations that cannot work. Seeds do not matter, so the first untrained run of each is checked."""
+    """Reject combinations that cannot work. Seeds do not matter, so the first untrained run of each is checked."""
     from openrlhf_gtpo.training.run import check, parse
 
     untrained = {run.label: run for run in reversed(grid.runs) if not is_trained(run)}
     parsed = {}
     for label, run in reversed(untrained.items()):
-        # What a run without a checkpoint has left is removed when it starts anew.
+        # A run without a checkpoint restarts, which removes its old files.
         resume = {"ckpt.load_enable": True} if has_checkpoint(run) else places(run.folder / "new")
         with _named(label):
             parsed[label] = parse(words(run.flags | resume))
@@ -71,8 +71,8 @@ def _check(grid: Grid) -> None:
                     value = getattr(value, part, None)
                 if value:
                     raise UsageError(
-                        f"{flag}: false only leaves the flag out, and without it {flag} is on; write no-{flag}: true, "
-                        "where it has that form."
+                        f"{flag}: false only leaves the flag out, and {flag} is on by default; write no-{flag}: "
+                        "true, if the flag has that form."
                     )
     for label, args in parsed.items():
         with _named(label):
@@ -89,20 +89,20 @@ def _check(grid: Grid) -> None:
                     raise UsageError(f"unknown flag {name}; {hint}")
             if "data.label_key" not in grid.evaluate and any(args.data.label_key for args in parsed.values()):
                 raise UsageError(
-                    "data.label_key is missing, and training has it; without it the reward gets no answers."
+                    "data.label_key is missing; without it the reward gets no answers. Copy it from training's flags."
                 )
             evaluation = parser.parse_args([*words(grid.evaluate), "--model", "MODEL", "--output", "OUTPUT"])
             flags = evaluate.checked_flags(evaluation)
             trained = (run.folder / "model" for run in grid.runs if is_trained(run) and not is_finished(run, grid))
             asked = [(str(folder), None, flags) for folder in trained]
-            for at, args in parsed.items():  # as their models will be asked
+            for at, args in parsed.items():  # as the evaluation will ask the models
                 of_training = untrained[at].flags
                 asked.append((args.actor.model_name_or_path, of_training.get(AGENT), filled(flags, of_training)))
             for model, agent, flags in {repr(each): each for each in asked}.values():
                 own, rewarded = agent and AGENT not in grid.evaluate, "reward.remote_url" in grid.evaluate
                 if own and rewarded:
                     print(
-                        f"Models are trained with the agent {agent} and evaluated without it, once.", file=sys.stderr
+                        (f"Models are trained with the agent {agent} and evaluated once, without it."), file=sys.stderr
                     )
                 evaluate.checked_inputs(flags | {AGENT: agent} if own and not rewarded else flags, model)
 

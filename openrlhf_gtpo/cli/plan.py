@@ -1,8 +1,8 @@
-"""`python3 -m openrlhf_gtpo.cli.plan --model DIR --gpus 32 --gpu h100-80g --nodes 4`: does it fit, and how fast is it?
+"""`python3 -m openrlhf_gtpo.cli.plan --model DIR --gpus 32 --gpu h100-80g --nodes 4`: does it fit, and how fast?
 
-Plans a model's training on a cluster that need not be at hand: for every legal layout and precision, the memory of a
-GPU by part, a step's time by phase and what breaks first. --emit writes the launch script of the best one. Needs no
-GPU, no network and none of the libraries that train. docs/results/planner.md says how far its numbers can be trusted.
+Plans a model's training on a cluster without using it. For every legal layout and precision, predicts a GPU's memory
+by part, a step's time by phase and what breaks first. --emit writes the launch script of the best one. Needs no GPU,
+network or training libraries. docs/results/planner.md shows how accurate the numbers are.
 """
 
 import argparse
@@ -34,7 +34,7 @@ TRAIN_BATCH = 128  # as in the launch scripts
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Plan. Return 0, or 2 after one sentence on stderr if there is no plan, for example if the model fits nowhere."""
+    """Print a plan. Return 0, or 2 after one sentence on stderr if there is none, as when the model fits nowhere."""
     words = list(sys.argv[1:] if argv is None else argv)
     args = build_parser().parse_args(words)
 
@@ -123,17 +123,17 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _flag(name: str) -> str:
-    """--tensor-parallel for tensor_model_parallel_size, --fp8-recipe for fp8_recipe."""
+    """Return a setting's flag: --tensor-parallel for tensor_model_parallel_size, --fp8-recipe for fp8_recipe."""
     return "--" + re.sub("(_model)?_parallel_size", "_parallel", name).replace("_", "-")
 
 
 def _plan(args: argparse.Namespace, words: list[str]) -> None:
     check_output("--emit", args.emit)
     if args.emit is not None and args.emit.exists() and "openrlhf_gtpo.cli.plan" not in args.emit.read_text("latin-1"):
-        raise UsageError(f"--emit {args.emit} exists and is not a script that this command wrote; name another file.")
+        raise UsageError(f"--emit {args.emit} exists and was not written by this command; name another file.")
     if args.emit is not None and args.placement == "colocated" and not args.offload:
         raise UsageError(
-            "--emit writes a script that offloads, as the launcher does for colocated engines; drop --no-offload."
+            "--emit writes a script for the launcher, which always offloads for colocated engines; drop --no-offload."
         )
     request = _request(args)
     ranked = candidates(request)
@@ -163,7 +163,7 @@ def _request(args: argparse.Namespace) -> Request:
             raise SettingError(f"Expected ${name} >= {least}, got {value}.")
     for given, setting in ((args.fp8_recipe, f"$fp8_recipe {args.fp8_recipe}"), (args.fp8_param, "$fp8_param")):
         if args.fp8 == "off" and given:
-            raise SettingError(f"{setting} needs FP8, and $fp8 is off; leave one of them out.")
+            raise SettingError(f"{setting} needs FP8, but $fp8 is off; leave one of them out.")
     if args.rollout_gpus is not None and args.placement != "split":
         raise SettingError("$rollout_gpus needs $placement split; colocated engines run on all GPUs.")
     if args.async_enable and args.placement != "split":
@@ -199,7 +199,7 @@ def _assumptions(words: list[str]) -> Assumptions:
 
 
 def _model(name: str) -> str:
-    """The value of ``--model`` for the launcher, which runs from the project's root."""
+    """Return the value of ``--model`` for the launcher, which runs from the project's root."""
     path, of_preset = Path(name).resolve(), {preset: of_hub for of_hub, preset in HUB.items()}
     if name in PRESETS or not path.exists():
         return of_preset.get(name, name)
@@ -207,7 +207,7 @@ def _model(name: str) -> str:
 
 
 def _command(words: list[str]) -> str:
-    """The planner's command line, without the flag that writes the script."""
+    """Return the planner's command line without the flag that writes the script."""
     kept = [word for i, word in enumerate(words) if word != "--emit" and (i == 0 or words[i - 1] != "--emit")]
     kept = [word for word in kept if not word.startswith("--emit=")]
     return shlex.join(["python3", "-m", "openrlhf_gtpo.cli.plan", *kept])
@@ -229,13 +229,11 @@ def _print(args: argparse.Namespace, request: Request, ranked: list[Candidate]) 
         print(line)
     if work.entropy == "sampler" and work.optimizer_steps > 1 and work.log_probs == "actor":
         print(
-            f"--entropy sampler saves nothing: a rollout's {work.optimizer_steps} optimizer steps need the actor's "
+            f"--entropy sampler saves no time: a rollout's {work.optimizer_steps} optimizer steps need the actor's "
             "forward for its log-probs (--log-probs)"
         )
     if not args.assumptions:
-        print(
-            "times rest on assumed efficiencies (--assumptions lists them); nothing here was measured on this cluster"
-        )
+        print("times are computed from assumed efficiencies (see --assumptions), not measured on this cluster")
         return
     print("\nassumed:")
     for name, value in asdict(request.assumptions).items():
@@ -244,7 +242,7 @@ def _print(args: argparse.Namespace, request: Request, ranked: list[Candidate]) 
 
 
 def _rests_on(request: Request, ranked: list[Candidate]) -> Iterator[str]:
-    """What would change the choice of the best candidate: the assumed length of responses, and FP8's assumed gain."""
+    """Print the assumptions that decide which candidate is best: the length of responses, and the gain of FP8."""
     best, work = ranked[0], request.workload
     training = best.training
     if best.fits and work.mean_response is None:
@@ -261,8 +259,8 @@ def _rests_on(request: Request, ranked: list[Candidate]) -> Iterator[str]:
     if best.fits and best.training.fp8 and in_bf16:
         gain = in_bf16.step_seconds / best.step_seconds
         yield (
-            f"the best in BF16, {output.layout_words(in_bf16)}, takes {in_bf16.step_seconds:.0f} s: the gain of FP8 "
-            f"is planned as {gain:.2f} ×"
+            f"the best in BF16, {output.layout_words(in_bf16)}, takes {in_bf16.step_seconds:.0f} s: the plan assumes "
+            f"that FP8 gains {gain:.2f} ×"
         )
 
 
@@ -275,11 +273,11 @@ def _nowhere(args: argparse.Namespace, request: Request, nearest: Candidate) -> 
     best = smallest_cluster(request)
     if best is None:
         return (
-            f"{sentence}, and no number of these GPUs helps; take shorter responses, a lower --max-tokens-per-gpu or "
-            "a GPU with more memory."
+            f"{sentence}, and more of these GPUs do not help; plan for shorter responses, a lower "
+            "--max-tokens-per-gpu or GPUs with more memory."
         )
     larger = f"has {best.gpus} GPUs ({output.layout_words(best)})"
-    return f"{sentence}; the smallest cluster of them on which it would fit {larger}."
+    return f"{sentence}; the smallest cluster of these GPUs on which it fits {larger}."
 
 
 if __name__ == "__main__":

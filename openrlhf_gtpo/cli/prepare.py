@@ -1,6 +1,6 @@
 """`python3 -m openrlhf_gtpo.cli.prepare {smollm2,tiny-model,task,math,benchmarks} --output DIR`: models and data.
 
-A second call of the first three with the same settings returns at once; `math` and `benchmarks` replace nothing.
+A second call of the first three with the same settings returns at once. `math` and `benchmarks` overwrite nothing.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from openrlhf_gtpo.tasks.tiny_model import make_tiny_model
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Return 0, or 2 after one sentence on stderr if the user's settings cannot be met."""
+    """Run one command. Return 0, or 2 after one sentence on stderr for a user error."""
     args = build_parser().parse_args(argv)
     return exit_status(f"prepare {args.command}", lambda: _prepare(args), ValueError, OSError)
 
@@ -69,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar=("QUESTION", "ANSWER"),
         help="worked example before the question; may be repeated",
     )
-    add("--label", choices=["answer"], help=argparse.SUPPRESS)  # what labels were made from in 0.1
+    add("--label", choices=["answer"], help=argparse.SUPPRESS)  # the source of labels in 0.1
     task.set_defaults(run=_task)
 
     math = commands.add_parser("math", help="data set of problems and answers, for math_verify_reward.py")

@@ -1,10 +1,10 @@
-"""`python3 -m openrlhf_gtpo.cli.ray_cluster`: runs the nodes of a Ray cluster on several hosts, and waits for them.
+"""`python3 -m openrlhf_gtpo.cli.ray_cluster`: runs a Ray cluster's nodes on several hosts, and waits for them.
 
     head   --address IP --token FILE                run the head on this host, until it is ended
     worker --address IP --token FILE --head IP:PORT run another node on this host, until it is ended
     wait   --token FILE --nodes n1 n2 n3            wait until all have joined and the cluster takes jobs
 
-FILE is a secret that all hosts read; `head` creates it. What follows -- goes to `ray start`.
+FILE holds a secret that all hosts read; `head` creates it. Arguments after -- go to `ray start`.
 """
 
 import argparse
@@ -22,7 +22,7 @@ _PORT, _TIMEOUT = 6379, 600.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit status: Ray's, 1 if the cluster is not complete in time, or 2 for a usage error."""
+    """Run one command. Return Ray's exit status, 1 if the cluster is not complete in time, or 2 for a user error."""
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
     args, more = _parser().parse_args(words[:end]), words[end + 1 :]
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.token is not None and args.command == "head":
             make_token(args.token)
         elif args.token is not None and not args.token.is_file():
-            return _say(f"--token {args.token} does not exist; the head creates it, on a shared disk.", 2)
+            return _say(f"--token {args.token} does not exist; start the head first, which creates it.", 2)
         if args.command == "wait":
             wait_for_nodes(Dashboard(args.dashboard, args.token), args.nodes, args.timeout)
             return 0

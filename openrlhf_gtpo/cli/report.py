@@ -26,7 +26,7 @@ Which token was paid, and why, as a page to open in a browser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand. Return 0, 2 after a sentence on stderr if the input is unusable, 1 if a process failed."""
+    """Run one subcommand. Return 0, 2 after a sentence on stderr for a user error, 1 if a process failed."""
     args = build_parser().parse_args(argv)
     return exit_status(f"report {args.command}", lambda: args.run(args), ValueError, OSError)
 
@@ -114,14 +114,14 @@ def _compare(args: argparse.Namespace) -> None:
         if not (label and separator and path):
             raise ValueError(f"{text!r} is not LABEL=FILE: write it as gtpo={text.strip('=') or 'metrics.jsonl'}")
         if label.startswith("_"):
-            raise UsageError(f"Legends leave out a label that begins with _, such as {label!r}; name it otherwise.")
+            raise UsageError(f"Legends leave out labels that begin with _, such as {label!r}; rename it.")
         for flag, output in (("--png", args.png), ("--markdown", args.markdown)):
             check_output(flag, output, Path(path), Path(path, "metrics.jsonl"))
         if (label, Path(path).resolve()) in inputs:
             raise UsageError(f"{label} has {path} twice; name it once.")
         inputs.add((label, Path(path).resolve()))
         *earlier, last = read_runs(path)
-        # The last may still be running; an earlier one without its last line was started anew, with the same seed.
+        # The last run may still be running. An earlier one without its last line was restarted with the same seed.
         finished = [rows for rows in earlier if rows[0]["kind"] != names.KIND_RUN or rows[-1].get("ended")]
         if len(finished) < len(earlier):
             left_out = f"{len(earlier) - len(finished)} of {len(earlier) + 1} runs, which did not finish"

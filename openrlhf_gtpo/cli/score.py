@@ -1,12 +1,12 @@
 """`python3 -m openrlhf_gtpo.cli.score --model DIR --input FILE --output FILE`: entropies without training.
 
 Writes the log-prob and the entropy (nats, over the whole vocabulary) of every token of given sequences, with either
-backend at any layout; it starts its own processes, or runs in those of torchrun. The input has a JSON object on each
-line: {"tokens": [...]}, where all but the first are scored, or {"prompt": "...", "response": "..."}, where only the
-response is scored; an "id" is repeated in the output. Text is tokenized as it is: the prompt's tokens, then the
-response's, without special tokens or a chat template; a prompt that is a list of messages goes through the template as
-in the model's training. The output has, in the same order, {"log_probs": [...],
-"entropies": [...]}. Flags that only training reads (recompute, offload, optimizer, checkpoints) have no effect.
+backend at any layout. Starts its own processes, or uses the ones that torchrun has started. The input has a JSON
+object on each line: {"tokens": [...]}, where all but the first are scored, or {"prompt": "...", "response": "..."},
+where only the response is scored. An "id" is copied to the output. Text is tokenized as it is: the prompt's tokens,
+then the response's, without special tokens or a chat template. A prompt that is a list of messages goes through the
+template as in the model's training. The output has {"log_probs": [...], "entropies": [...]} in the same order. Flags
+that only training reads (recompute, offload, optimizer, checkpoints) have no effect.
 """
 
 import argparse
@@ -24,7 +24,7 @@ _DTYPES = ("bfloat16", "float32")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Score. Return 0, 2 after one sentence on stderr for a user error, or 1 if a process failed otherwise."""
+    """Score a file. Return 0, 2 after one sentence on stderr for a user error, or 1 if a process failed."""
     parser = build_parser()
     args = parser.parse_args(argv)
     given = [name for name, value in vars(args).items() if value != parser.get_default(name)]

@@ -1,10 +1,10 @@
 """``python3 -m openrlhf.cli.train_ppo_ray`` with GTPO and GRPO-S: the same flags and a few more (see ``--help``).
 
-With ``--train.max_restarts`` or ``--train.stall_timeout`` this process only supervises: the run is the same command in
-its own process, and nothing is left of it before it is started again. That repairs whatever breaks in a run or between
-its processes (ranks, their groups, Ray itself), at the cost of one startup. Engines and rewards, which can be replaced
-while the rest keeps running, are the run's own business. It also does so on a terminal, if there is
-``--logger.metrics_path``: the terminal shows progress, and the run's output is in ``train.log`` beside the metrics.
+With ``--train.max_restarts`` or ``--train.stall_timeout`` this process only supervises. The run is the same command in
+a child process, whose descendants are all ended before a restart. That repairs whatever breaks in a run or between its
+processes (ranks, their groups, Ray itself), at the cost of one startup. The run itself replaces dead engines and
+rewards. With ``--logger.metrics_path`` on a terminal, this process also supervises: it shows progress, and the run's
+output goes to ``train.log`` beside the metrics.
 """
 
 import os
@@ -39,30 +39,32 @@ _SUPERVISED = "OPENRLHF_GTPO_SUPERVISED"  # in the environment of a run that a s
 _NOT_AGAIN = 65  # sysexits.h, EX_DATAERR: status of a supervised run that would fail again; its supervisor returns 1
 _INTERRUPTED = 128 + signal.SIGINT
 _SIGNALS = {_INTERRUPTED: "interrupted", 128 + signal.SIGTERM: "terminated", 128 + signal.SIGHUP: "hung up"}
-# No run is restarted after one of these: success, mistakes, requests.
+# After one of these statuses a run is not restarted: success, mistakes, requests.
 _ENDS = (0, 2, _NOT_AGAIN, STOPPED_STATUS, *_SIGNALS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train. Return the exit status: 0 if training completed, 2 for a usage error, 1 if training cannot go on (bad
-    data, a full disk, a dead node), 75 if it was asked to stop and has saved a checkpoint, 128 + the number of a
-    signal that ended it (130 after Ctrl-C)."""
+    """Train, and return the exit status.
+
+    It is 0 if training completed, 2 for a user error, 1 if training cannot continue (bad data, a full disk, a dead
+    node), 75 after a stop on request, and 128 + N if signal N ended it (130 after Ctrl-C).
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     supervised = os.environ.pop(_SUPERVISED, None) is not None
     args: Arguments | None = None
-    before = signal.signal(signal.SIGTERM, _terminate)  # until Ray starts, whose handler aborts
+    before = signal.signal(signal.SIGTERM, _terminate)  # until Ray starts and installs a handler that aborts
     try:
         args = parse(words)
-        if supervised:  # the supervisor has checked, and holds the locks
+        if supervised:  # the supervisor has run the checks and holds the locks
             train(args)
             return 0
         with ExitStack() as stack:
-            # Check, and lock what the run writes.
+            # Check the arguments, and lock the files that the run writes.
             try:
                 check(args)
                 locks = stack.enter_context(alone(args))
-                check_earlier_runs(args)  # one may have ended meanwhile
-            except OSError as error:  # which names the file, such as one that may not be written
+                check_earlier_runs(args)  # an earlier run may have ended meanwhile
+            except OSError as error:  # its text names the file, for example one without write permission
                 raise UsageError(str(error)) from error
             if not args.ckpt.load_enable or args.ckpt.load_tag:  # W&B cannot go back to an earlier step
                 WandbRun(args).forget()
@@ -77,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             else:
                 train(args)
                 status = 0
-    # How it ended, in a sentence.
+    # Print how the run ended, in a sentence.
     except UsageError as error:
         print(f"train_ppo_ray: {error}", file=sys.stderr)
         return 2
@@ -94,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         status = _INTERRUPTED
     except SystemExit as end:
-        if end.code not in (signal.SIGTERM, 128 + signal.SIGTERM):  # the former by Ray's own handler (2.55.0)
+        if end.code not in (signal.SIGTERM, 128 + signal.SIGTERM):  # the former from Ray (2.55.0)
             raise
         status = 128 + signal.SIGTERM
     finally:
@@ -110,18 +112,18 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 
 def supervise(command: Sequence[str], args: Arguments, locks: Sequence[int] = ()) -> int:
-    """Run ``command`` until it ends on purpose, restarting it at most ``--train.max_restarts`` times, and leave no
-    process of it behind. Returns the exit status, as :func:`main` does.
+    """Run ``command`` until it ends on purpose, with at most ``--train.max_restarts`` restarts, and leave none of its
+    processes behind. Returns the exit status, as :func:`main` does.
 
-    A request to stop that arrives between two starts applies to the next one: this process handles SIGUSR1, and the
-    run does not mistake the file for an old one.
+    A request to stop that arrives between two starts applies to the next start: this process handles SIGUSR1, and the
+    run does not take the request's file for an old one.
 
     Args:
-        locks: descriptors of the run's locks, which outlive this process if its run does.
+        locks: descriptors of the run's locks. They outlive this process if its run does.
     """
     stop.prepare(args)
     command = [*command, "--ckpt.stop_file", str(stop.stop_file(args))]
-    command += ["--logger.wandb.run_name", args.logger.wandb.run_name]  # otherwise the time of each start
+    command += ["--logger.wandb.run_name", args.logger.wandb.run_name]  # otherwise each start would use its own time
     limit, restarts = args.train.stall_timeout, args.train.max_restarts
     heartbeat, log = Heartbeat(args.ckpt.path), _log_of(args)
     before = _newest(args)
@@ -141,22 +143,22 @@ def supervise(command: Sequence[str], args: Arguments, locks: Sequence[int] = ()
             status = run_and_clear(command, environment, hangs=hangs, locks=locks, **output)
         if log:
             words = log.read_bytes()[logged:].decode(errors="replace").splitlines()
-            last = words[-1:] if status else []  # of a run that ended well, a worker's warning
+            last = words[-1:] if status else []  # after a run that ended well, the text is a worker's warning
             for line in [line for line in words if line.startswith("train_ppo_ray")] or last:
                 print(line, file=sys.stderr)
         heartbeat.clear()
         if status in _ENDS:
             return 1 if status == _NOT_AGAIN else status
-        why = f"it ended with status {status} (see its last lines)"
+        why = f"the run ended with status {status} (see its last lines)"
         if status == HUNG:
             why = stalled
         elif status < 0:
-            why = f"its driver was killed by signal {-status}"
+            why = f"the run's driver was killed by signal {-status}"
         if restart <= restarts:
             newest = _newest(args)
-            is_new = newest is not None and newest != before  # not the one asked for, nor an earlier run's
+            is_new = newest is not None and newest != before  # neither the requested checkpoint nor an earlier run's
             goes_on = is_new or newest is not None and args.ckpt.load_enable
-            place = "resumes from its last checkpoint" if goes_on else "starts over, without a checkpoint yet"
+            place = "resumes from the last checkpoint" if goes_on else "starts over, as there is no checkpoint yet"
             print(f"train_ppo_ray: {why}; restart {restart} of {restarts} {place}.", file=sys.stderr, flush=True)
             if is_new:
                 command += ["--ckpt.load_enable", "--ckpt.load_tag", ""]
@@ -166,15 +168,15 @@ def supervise(command: Sequence[str], args: Arguments, locks: Sequence[int] = ()
 
 
 def _log_of(args: Arguments) -> Path | None:
-    """Where the run's output goes while its progress is on a terminal: beside its metrics. None if nobody watches, or
-    there are no metrics to show."""
+    """The file for the run's output while a terminal shows its progress: beside its metrics. None without a terminal
+    or metrics."""
     path = args.logger.metrics_path
     return Path(path).with_name("train.log") if path and sys.stdout.isatty() and sys.stderr.isatty() else None
 
 
 @contextmanager
 def _on_screen(args: Arguments) -> Iterator[dict[str, int]]:
-    """On a terminal, show progress within this block, and give the run's output a log."""
+    """On a terminal, show progress within this block, and send the run's output to a log."""
     log = _log_of(args)
     if log is None:
         yield {}

@@ -1,7 +1,8 @@
-"""`python3 -m openrlhf_gtpo.cli.view RUN_OR_DUMP --output view.html`: which token was paid, and why, as one HTML page.
+"""`python3 -m openrlhf_gtpo.cli.view RUN_OR_DUMP --output view.html`: shows which token was paid, and why, as one HTML
+page.
 
-Reads what `--logger.dump_rollouts` wrote: one dump, or all in a run's folder. Needs no model, GPU or network; the page
-needs a browser. Rollouts are credited again by each of `--estimators`, to show the difference: NAME, or
+Reads the dumps of `--logger.dump_rollouts`: one file, or all in a run's folder. Needs no model, GPU or network; the
+page needs a browser. To show the difference, advantages are recomputed with each of `--estimators`: NAME, or
 NAME:FIELD=VALUE:... with other settings, such as gtpo:variant=v1:compare=response.
 """
 

@@ -179,7 +179,7 @@ def test_the_newest_whole_one_is_found_without_latest(tmp_path: Path) -> None:
     (tmp_path / "t10" / "checkpoint.json").write_text("{")
     assert newest_whole(tmp_path) == tmp_path / "t5"
     assert candidate([tmp_path]) == tmp_path / "t7"  # which the ranks will set aside
-    with pytest.raises(DamagedError, match="t7 is not whole"):
+    with pytest.raises(DamagedError, match="t7 is incomplete"):
         candidate([tmp_path], "t7")
 
 

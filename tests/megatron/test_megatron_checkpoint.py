@@ -255,8 +255,8 @@ FOREIGN = [
     ({"hidden_size": 128}, "of another model: it has hidden_size 64 and not 128."),
 ]
 DAMAGES = {
-    "missing": (_remove, "is not whole: its file __0_0.distcp is missing"),
-    "truncated": (_truncate, "is not whole: its file __0_0.distcp has"),
+    "missing": (_remove, "is incomplete: its file __0_0.distcp is missing"),
+    "truncated": (_truncate, "is incomplete: its file __0_0.distcp has"),
     "changed": (_change, "is damaged: its file __0_0.distcp has changed"),
     "manifest": (_truncate_manifest, "checkpoint.json cannot be read"),
     "gone": (_delete_all, "has no checkpoint 'step3'; it has none."),

@@ -281,7 +281,7 @@ def test_a_checkpoint_is_converted_with_its_base(
         assert torch.equal(whole[name], expected) and torch.equal(tensor, expected) != (name in pairs)
     monkeypatch.setenv(platform.PLATFORM_VARIABLE, "cpu")  # which the command sets
     assert main(["megatron-to-hf", checkpoint, str(tmp_path / "other")]) == 2
-    assert "has adapters alone; name the model that they were trained on with --base." in capsys.readouterr().err
+    assert "has only adapters; name the model that they were trained on with --base." in capsys.readouterr().err
 
 
 def test_checkpoints_hold_adapters_alone(saved: tuple) -> None:

@@ -210,9 +210,9 @@ def test_an_agent_is_played_as_in_training(
     monkeypatch.setattr(answers, "load_engine", lambda *_: Engine())
     flags["eval.n_samples_per_prompt"] = 2
     assert evaluate.main(command(tmp_path, "once", **flags | {"data.label_key": "scorer_label"})) == 0
-    assert f"trained with the agent {agent}, and is asked without it, once" in capsys.readouterr().err
+    assert f"trained with the agent {agent}, and is asked once, without it" in capsys.readouterr().err
     ask.prompt_of(Model(str(model), "MODEL"), "a?", NONE)
-    assert f"trained with the agent {agent}, and is asked without it, once" in capsys.readouterr().err
+    assert f"trained with the agent {agent}, and is asked once, without it" in capsys.readouterr().err
     assert evaluate.main([*command(tmp_path, "both", **flags), "--train.agent_func_path", str(agent)]) == 2
 
 
@@ -300,7 +300,7 @@ def test_answers_that_other_weights_or_another_reward_have_scored_are_refused(
         (tmp_path / "foreign" / "scores.json").write_text(text)
         words = command(tmp_path, "foreign", **changed, **{"eval.dataset": tmp_path / "other.jsonl"})
         assert evaluate.main(words) == 2
-        assert "foreign/scores.json is not what cli.evaluate writes; name another folder" in capsys.readouterr().err
+        assert "foreign/scores.json was not written by cli.evaluate; name another folder" in capsys.readouterr().err
     os.utime(weights, (1, 1))
     for change, sentence in (
         (lambda: None, "has answers with weights "),

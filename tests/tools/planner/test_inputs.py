@@ -31,7 +31,7 @@ def test_a_plan_says_what_it_rests_on(capsys: pytest.CaptureFixture[str]) -> Non
     printed = capsys.readouterr().out
     found = re.search(r"responses of 978 of 4096 tokens on average, (\d+) s a step; at 4096 .* takes (\d+) s", printed)
     assert found and f"a step takes {found[1]} s" in printed and int(found[2]) > 3 * int(found[1])
-    assert re.search(r"the best in BF16, TP.*, takes \d+ s: the gain of FP8 is planned as 1\.\d\d ×", printed)
+    assert re.search(r"the best in BF16, TP.*, takes \d+ s: the plan assumes that FP8 gains 1\.\d\d ×", printed)
     assert plan.main([*words, "--mean-response", "4096", "--fp8", "off"]) == 0
     printed = capsys.readouterr().out
     assert "the same layout" not in printed and "FP8" not in printed
