@@ -1,5 +1,5 @@
-"""The LM head: per-token log-probability and entropy from hidden states, without ever holding the logits, or from
-logits that already exist.
+"""The LM head: per-token log-probability and entropy from hidden states, without holding all logits, or from existing
+logits.
 
 | file | owns |
 |---|---|

@@ -1,4 +1,4 @@
-"""Hidden states and the LM head's weight, or given logits, in; log-probability and entropy of every token out.
+"""The LM head's public functions: log-probability and entropy of every token from hidden states, or from logits.
 
 Owns the functions that other packages call, their checks, the choice of implementation, and their autograd. The
 computation is in `projection`.
@@ -36,28 +36,29 @@ def linear_log_prob_and_entropy(
     accumulate_into_main_grad: bool = False,
     implementation: Implementation = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """log p(label) and the entropy of p = softmax((hidden @ weight.T + bias) / temperature), token by token.
+    """Compute log p(label) and the entropy of p = softmax((hidden @ weight.T + bias) / temperature), token by token.
 
-    Differentiable once in `hidden`, `weight` and `bias`: always through the log-probability, through the entropy if a
-    gradient arrives for it. Only two numbers per token are kept for the backward pass, which recomputes the logits.
-    Products are computed in the dtype of the inputs; everything else, including sums of gradients, is in float32.
+    Differentiable once in `hidden`, `weight` and `bias`, through the log-probability and, if it gets a gradient, the
+    entropy. Only two numbers per token are kept for the backward pass, which recomputes the logits. Products are
+    computed in the dtype of the inputs; everything else, including sums of gradients, is in float32.
 
     Args:
         hidden: (T, H), the same on every rank of `group`. Its gradient is summed over `group`.
-        weight: (V_local, H) in the dtype of `hidden`: this rank's columns. Any split of the vocabulary in rank order.
+        weight: (V_local, H) in the dtype of `hidden`: this rank's part of the vocabulary, which may be split anywhere
+            in rank order.
         labels: (T,) integers, ids over the whole vocabulary, the same on every rank.
         temperature: divisor of the logits, bias included.
         bias: (V_local,), added in float32. -inf removes a column.
-        vocab_size: number of real columns over all shards; those beyond are padding and are ignored (their gradient
-            is 0). None: all are real.
+        vocab_size: number of real columns over all shards. Columns beyond it are padding: ignored, with gradient 0.
+            None: all are real.
         group: the process group over which the vocabulary is sharded. None: not sharded.
-        chunk_bytes: limit on temporary memory in the forward and in the backward pass, in bytes, not counting a few
+        chunk_bytes: limit on temporary memory in the forward and in the backward pass, in bytes, except for a few
             numbers per token. None: 1 GiB on a device; 256 MiB on CPU, where tiles that stay in cache are faster.
         with_entropy: False returns None for the entropy.
         accumulate_into_main_grad: add the gradient of `weight` to `weight.main_grad` instead of returning it, and set
             `weight.grad_added_to_main_grad`, as megatron-core's LinearWithGradAccumulationAndAsyncCommunication does
             under `gradient_accumulation_fusion`.
-        implementation: "triton" works on logits in Triton kernels, "portable" in torch. "auto" is Triton on CUDA if it
+        implementation: "triton" handles logits in Triton kernels, "portable" in torch. "auto" is Triton on CUDA if it
             is installed. float64 always uses "portable".
 
     Returns:
@@ -72,7 +73,9 @@ def linear_log_prob_and_entropy(
     _check(hidden, weight, labels, bias, temperature, vocab_size)
     needs_main_grad = accumulate_into_main_grad and weight.requires_grad and torch.is_grad_enabled()
     if needs_main_grad and getattr(weight, "main_grad", None) is None:
-        raise ValueError("accumulate_into_main_grad needs weight.main_grad, which Megatron's DDP makes; it is not set")
+        raise ValueError(
+            "accumulate_into_main_grad needs weight.main_grad; wrap the model in Megatron's DDP, which sets it"
+        )
     shard = VocabularyShard.describe(labels, weight.size(0), vocab_size, group)
     work = _choose(implementation, hidden)
     if chunk_bytes is None:
@@ -85,9 +88,9 @@ def linear_log_prob_and_entropy(
 def log_prob_and_entropy(
     logits: Tensor, labels: Tensor, *, temperature: float, implementation: Implementation = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """log p(label) and the entropy of p = softmax(logits / temperature), from logits that already exist.
+    """Compute log p(label) and the entropy of p = softmax(logits / temperature), from existing logits.
 
-    Not differentiable. The arithmetic and its dtype are those of `linear_log_prob_and_entropy`.
+    Not differentiable. Same arithmetic and dtype as `linear_log_prob_and_entropy`.
 
     Args:
         logits: (T, V), unsharded; not modified. -inf removes a column.
@@ -125,7 +128,7 @@ def _check(
 
 
 def _choose(implementation: Implementation, hidden: Tensor) -> type[TileWork]:
-    """The class that works on tiles of logits for inputs like `hidden`."""
+    """Choose the class that handles tiles of logits for inputs like `hidden`."""
     if implementation not in ("auto", "portable", "triton"):
         raise ValueError(f"implementation must be auto, portable or triton, but it is {implementation!r}")
     has_triton = importlib.util.find_spec("triton") is not None
@@ -134,7 +137,7 @@ def _choose(implementation: Implementation, hidden: Tensor) -> type[TileWork]:
     if implementation == "auto" and not (hidden.is_cuda and has_triton):
         return PortableTile
     if not has_triton:
-        raise ValueError("implementation is triton, and the package triton is not installed")
+        raise ValueError("implementation is triton, but the package triton is not installed")
     if not hidden.is_cuda:
         from triton import knobs
 

@@ -1,9 +1,9 @@
-"""The work on one tile of logits in Triton, for CUDA: one kernel reads a tile once for all statistics, another turns
-the tile into its gradient in place. On a CPU they run under `TRITON_INTERPRET=1`, which is how they are tested there.
+"""The operations on one tile of logits in Triton, for CUDA: one kernel reads a tile once for all statistics, another
+turns the tile into its gradient in place. `TRITON_INTERPRET=1` runs them on a CPU, for tests.
 
-The product is left to cuBLAS: with H in the thousands it takes all but a few percent of the time, and a tile of the
-budget's size costs one write and one read of memory. For the statistics, each row of a tile is one program, so no
-statistic is shared between programs.
+cuBLAS computes the product. With H in the thousands it takes nearly all of the time, and a tile of the budget's size
+costs one write and one read of memory. For the statistics, each row of a tile is one program, so no statistic is
+shared between programs.
 """
 
 import torch
@@ -15,8 +15,8 @@ from .softmax import LOWEST_EXPONENT, LogitGradient, TokenStatistics
 from .tiles import Tile, fused_bytes_per_logit
 
 _LOWEST = tl.constexpr(LOWEST_EXPONENT)
-_FINITE = tl.constexpr(-3e38)  # keeps a maximum finite, as -inf - -inf would be NaN
-# Columns of a row at a time: many rows fill a device with a few warps each, an engine's few rows only with many
+_FINITE = tl.constexpr(-3e38)  # keeps a maximum finite, because -inf - -inf is NaN
+# Columns of a row at a time. Many rows fill a device with a few warps each; an engine's few rows need many warps
 # (docs/results/h200.md).
 _MANY_ROWS = 1024
 BLOCK_OF_MANY, BLOCK_OF_FEW = 4096, 16384
@@ -109,7 +109,7 @@ def _absorb(  # type: ignore[no-untyped-def]
     WITH_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add one row to its statistics as `TokenStatistics.merge_` does, a block of columns at a time."""
+    """Add one row to its statistics, like `TokenStatistics.merge_`, a block of columns at a time."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     top = tl.load(maximum + row)

@@ -1,7 +1,7 @@
-"""The work on one tile of logits in plain torch, on any device: the default on CPU, the reference everywhere.
+"""The operations on one tile of logits in plain torch, on any device: the default on CPU, the reference everywhere.
 
-The passes work in place on tiles that stay in cache (see `tiles`). Logits that already exist must not be modified, so
-they take a compiled pass instead.
+The passes run in place on tiles that stay in cache (see `tiles`). Existing logits must not be modified, so a compiled
+pass reads them instead.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from torch import Tensor
 from .softmax import LOWEST_EXPONENT, LogitGradient, TokenStatistics, accumulation_dtype
 from .tiles import Tile, portable_bytes_per_logit
 
-_LOWEST_LOGIT = -1e30  # replaces -inf, so that everything computed from it stays finite too
+_LOWEST_LOGIT = -1e30  # replaces -inf, so that results stay finite
 
 
 class PortableTile:
@@ -38,7 +38,7 @@ class PortableTile:
     def statistics(cls, logits: Tensor, labels: Tensor, bits_per_logit: float) -> TokenStatistics:
         from torch._dynamo.decorators import mark_unbacked
 
-        mark_unbacked(logits, 0)  # otherwise a batch of one row would be recompiled
+        mark_unbacked(logits, 0)  # otherwise a batch of one row would recompile it
         label_logit = logits.gather(1, labels.unsqueeze(1)).squeeze(1).to(accumulation_dtype(logits.dtype))
         return TokenStatistics(*_compiled_whole_rows()(logits, bits_per_logit), label_logit)
 
@@ -77,7 +77,7 @@ class PortableTile:
         return logits if bias is None else logits.add_(bias)
 
     def _beside(self, like: Tensor) -> Tensor:
-        """Wide scratch memory of the shape of `like` (t, v), or `like` itself if there is none, to work in place."""
+        """Wide scratch memory of the shape of `like` (t, v), or `like` itself, to work in place, if there is none."""
         return like if self._second is None else _part(self._second, like.shape)
 
 
@@ -93,7 +93,7 @@ def _whole_rows(logits: Tensor, bits_per_logit: float) -> tuple[Tensor, Tensor, 
     maximum = x.amax(1)
     z = (x - maximum.unsqueeze(1)) * bits_per_logit
     p = torch.exp2(z)
-    # Compiled loops add one number at a time; in float32 that is off by 1e-5 at 150,000 columns.
+    # Compiled loops add one number at a time. In float32 the error is 1e-5 at 150,000 columns.
     sum_exp = p.sum(1, dtype=torch.float64)
     weighted_exponents = (p * z).sum(1, dtype=torch.float64)
     return maximum, sum_exp.to(x.dtype), weighted_exponents.to(x.dtype)

@@ -1,8 +1,8 @@
 """The forward and the backward pass over one shard of the vocabulary, tile by tile, and the exchange between shards.
 
-Owns the settings of a call, the plan of the backward pass (which sweeps over the logits it takes to stay within the
-budget), the loops, the products and the sums of gradients. Between the products, a `TileWork` does the work on a tile
-of logits: `portable` in torch, `kernels` in Triton. Knows nothing about autograd.
+Owns the settings of a call, the plan of the backward pass (the sweeps over the logits that keep it within the budget),
+the loops, the products and the sums of gradients. Between the products, a `TileWork` handles a tile of logits:
+`portable` in torch, `kernels` in Triton. Knows nothing about autograd.
 
 Products are computed in the inputs' dtype and everything after them in `accumulation_dtype`. Tiling follows Flash
 Attention (arXiv 2205.14135) and Cut Cross-Entropy (arXiv 2411.09009).
@@ -23,7 +23,7 @@ from .tiles import spans
 
 
 class TileWork(Protocol):
-    """An implementation's memory for one tile, reused by all tiles of a sweep, and what it does with the logits there.
+    """An implementation's memory for one tile, reused by all tiles of a sweep, and its operations on the logits there.
 
     A tile is (t, v). Its labels (t,) are columns of the tile; labels outside [0, v) are not in the tile. The bias (v,)
     is in the accumulation dtype.
@@ -34,14 +34,15 @@ class TileWork(Protocol):
 
     @staticmethod
     def bytes_per_logit(item: int, wide: int, second: bool) -> int:
-        """Bytes of this memory per logit; `item` and `wide` are the element sizes of inputs and accumulators."""
+        """Return the bytes of this memory per logit; `item` and `wide` are the element sizes of inputs and
+        accumulators."""
 
     def product(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """hidden (t, H) x weight (v, H), in the dtype of the inputs; overwrites the previous contents."""
+        """Compute hidden (t, H) x weight (v, H) in the dtype of the inputs; overwrites the previous contents."""
 
     @classmethod
     def statistics(cls, logits: Tensor, labels: Tensor, bits_per_logit: float) -> TokenStatistics:
-        """Statistics of logits (T, V) that already exist and are not modified; a column of -inf has probability 0."""
+        """Compute statistics of existing logits (T, V) without modifying them; a column of -inf has probability 0."""
 
     def absorb(
         self, product: Tensor, bias: Tensor | None, labels: Tensor, total: TokenStatistics, bits_per_logit: float
@@ -51,8 +52,8 @@ class TileWork(Protocol):
     def gradient(
         self, product: Tensor, bias: Tensor | None, labels: Tensor, logit_grad: LogitGradient, bias_sum: Tensor | None
     ) -> Tensor:
-        """The gradient of the logits, in the dtype of the inputs and the product's memory; its sum over the tokens is
-        added to `bias_sum` (v,)."""
+        """Compute the gradient of the logits in the product's memory, in the dtype of the inputs, and add its sum over
+        the tokens to `bias_sum` (v,)."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Settings:
 
     @property
     def accumulator_bytes(self) -> int:
-        """The most bytes that an accumulator of d_hidden may take."""
+        """Maximum bytes of an accumulator of d_hidden."""
         return int(self.chunk_bytes * tiles.ACCUMULATOR_SHARE)
 
     def forward_tile(self, hidden: Tensor) -> tiles.Tile:
@@ -107,7 +108,7 @@ def _item_sizes(hidden: Tensor) -> tuple[int, int]:
 def forward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: Settings
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """log_prob (T,), entropy (T,) or None, and the normalizer (T,) that the backward pass needs.
+    """Compute log_prob (T,), entropy (T,) or None, and the normalizer (T,) that the backward pass needs.
 
     `hidden` (T, H), `weight` (V_local, H), `bias` (V_local,). `labels` (T,) are local: one outside [0, columns)
     belongs to another shard.
@@ -136,7 +137,8 @@ def backward(
     settings: Settings,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of hidden (T, H), weight (V_local, H) and bias (V_local,), each None where `needs` is False."""
+    """Compute the gradients of hidden (T, H), weight (V_local, H) and bias (V_local,), each None where `needs` is
+    False."""
     needs_hidden, needs_weight, needs_bias = needs
     shard, wide = settings.shard, gradient.normalizer.dtype
     d_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -182,7 +184,7 @@ def backward(
             shard.sum_(hidden_sum)
             if not in_place:
                 d_hidden[tokens].copy_(hidden_sum)
-        del hidden_sum  # before the next turn makes its own
+        del hidden_sum  # before the next turn allocates its own
 
     # Padding columns, and a weight that no sweep has written, have no gradient.
     if d_weight is not None and not into_main_grad:
@@ -193,7 +195,8 @@ def backward(
 
 
 class Sweep(NamedTuple):
-    """One pass over the logits of some tokens, and which gradients it adds to: d_hidden, and weight's and bias's."""
+    """One pass over the logits of some tokens, and which gradients it computes: d_hidden, and the weight's and
+    bias's."""
 
     tokens: slice
     adds_hidden: bool
@@ -203,12 +206,12 @@ class Sweep(NamedTuple):
 def plan_sweeps(hidden: Tensor, d_weight: Tensor | None, needs_hidden: bool, settings: Settings) -> list[Sweep]:
     """Plan the passes over the logits that the backward pass makes.
 
-    There is one, with a float32 accumulator of d_hidden (T, H), if that leaves room for tiles (T * H <= 50 M at a
-    budget of 256 MiB). Beyond that, tokens are processed in turns if d_weight is float32 and can itself be added to
-    (Megatron's main gradient). If it is not, rounding it after each turn would lose what float32 sums gain, so
-    d_hidden takes turns of its own and d_weight takes one pass: five products instead of four, and still exact.
+    One pass, with a float32 accumulator of d_hidden (T, H), is enough if that leaves room for tiles (T * H <= 50 M at
+    a budget of 256 MiB). Beyond that, tokens are processed in turns if d_weight is float32 and can accumulate
+    (Megatron's main gradient). Otherwise, rounding it after each turn would lose the precision of float32 sums. Then
+    d_hidden has passes of its own and d_weight has one: five products instead of four, and still exact.
 
-    Ranks of one group get the same plan, since it depends on nothing that differs between them.
+    All ranks of a group get the same plan, because its inputs are the same on all of them.
     """
     tokens, width = hidden.shape
     wide = accumulation_dtype(hidden.dtype)
@@ -237,8 +240,8 @@ def sweep(
     d_bias: Tensor | None,
     d_weight_is_fresh: bool,
 ) -> None:
-    """Recompute every logit of `hidden` (T, H) x `weight` (V, H) and add its share to the gradients, each None if it
-    is not needed.
+    """Recompute every logit of `hidden` (T, H) x `weight` (V, H) and add its part to the gradients, each None if not
+    needed.
 
     `d_hidden` (T, H) and `d_bias` (V,), both in the accumulation dtype, are added to. `d_weight` (V, H), of any dtype,
     is added to, or overwritten if `d_weight_is_fresh` (its previous contents are then undefined).
@@ -249,7 +252,7 @@ def sweep(
     wide = accumulation_dtype(hidden.dtype)
     memory = work(tile, hidden, gradient.slope is not None)
     bias = None if bias is None else bias.to(wide)
-    # If a tile of the weight's gradient is a single product, that product goes straight to its place.
+    # If a tile of the weight's gradient is a single product, write the product straight into `d_weight`.
     direct = d_weight is not None and d_weight_is_fresh and d_weight.dtype == hidden.dtype
     direct = direct and tile.tokens >= hidden.size(0)
     for columns in spans(weight.size(0), tile.columns):
@@ -282,7 +285,7 @@ def sweep(
 
 
 def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, where `total` may be wider than the factors."""
+    """Compute total += left @ right, where `total` may be wider than the factors."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     elif total.is_cuda:  # cuBLAS adds to a wider matrix without a separate partial product
@@ -292,7 +295,7 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _mark_added_to_main_grad(weight: Tensor) -> Tensor | None:
-    """Mark the gradient as added to `main_grad` and return megatron-core's dummy, so that its DDP hooks still run.
+    """Mark the gradient as added to `main_grad`, and return megatron-core's dummy, which keeps its DDP hooks running.
 
     See `LinearWithGradAccumulationAndAsyncCommunication.backward` in megatron/core/tensor_parallel/layers.py: a dummy
     keeps the backward hooks on the main thread; its contents are ignored unless `zero_out_wgrad` asks for zeros.

@@ -1,6 +1,6 @@
-"""The columns of the vocabulary that this rank holds, and what the ranks of a tensor-parallel group exchange.
+"""This rank's columns of the vocabulary, and the communication within a tensor-parallel group.
 
-Owns every collective of this package and the checks of what must agree between ranks. Knows nothing about products.
+Owns every collective of this package and the checks that ranks agree. Knows nothing about products.
 
 The shards may have any size, including 0, and follow each other in rank order, as Megatron lays them out (there they
 all have the same size, and the last ones end in padding).
@@ -28,10 +28,10 @@ class VocabularyShard:
     def describe(
         cls, labels: Tensor, local_columns: int, vocab_size: int | None, group: dist.ProcessGroup | None
     ) -> "VocabularyShard":
-        """Find this rank's columns, and check the labels (T,) and `vocab_size` against those of all ranks.
+        """Find this rank's columns, and check that the labels (T,) and `vocab_size` agree on all ranks.
 
-        This takes one all-gather of five integers, so that a mistake is the same `ValueError` on every rank of the
-        group and never a hang, and the check costs one pass over T integers.
+        An all-gather of five integers makes a mistake the same `ValueError` on every rank of the group, and never a
+        hang. The check costs one pass over T integers.
         """
         lowest, highest = torch.stack(labels.aminmax()).tolist() if labels.numel() else (0, -1)
         local = (local_columns, labels.numel(), -1 if vocab_size is None else vocab_size, lowest, highest)
@@ -56,7 +56,8 @@ class VocabularyShard:
         return cls(offset, max(0, min(local_columns, real - offset)), real, group)
 
     def merged(self, statistics: TokenStatistics, bits_per_logit: float) -> TokenStatistics:
-        """Statistics over all shards: one all-gather of (3 or 4, T) numbers, merged in rank order on every rank.
+        """Merge the statistics of all shards: one all-gather of (3 or 4, T) numbers, merged in rank order on every
+        rank.
 
         Gathered rather than reduced so that all ranks hold bitwise the same result.
         """

@@ -1,18 +1,18 @@
-"""The arithmetic of a row of logits: what one pass over it has to remember, and its gradient in closed form.
+"""The arithmetic of a row of logits: the statistics that one pass keeps, and the gradient in closed form.
 
-Owns the online ("flash") softmax: partial statistics of some columns, how those of two sets of columns are merged,
-log-probability and entropy at the end, and a logit's gradient. Knows nothing about products, tiles or process groups.
+Owns the online ("flash") softmax: partial statistics of some columns, their merging, log-probability and entropy at
+the end, and a logit's gradient. Knows nothing about products, tiles or process groups.
 
-Everything is kept in powers of two: with c = log2(e) / temperature and z_j = (x_j - max_k x_k) * c <= 0,
+Exponentials are powers of two: with c = log2(e) / temperature and z_j = (x_j - max_k x_k) * c <= 0,
 
     S = sum_j 2**z_j            D = sum_j 2**z_j * z_j
     log p_l = (x_l - max x) / temperature - ln S
     entropy = ln 2 * (log2 S - D / S)
 
-Both terms of the entropy are >= 0 (S >= 1 because the largest column contributes 1, and D <= 0), so nothing cancels
+Both terms of the entropy are >= 0 (S >= 1 because the largest column contributes 1, and D <= 0), so nothing cancels,
 however peaked the row is. The base is 2 because temperature and the change of base are one factor, and because
-`torch.exp` on CPU goes to MKL: it took 0.58 ns per logit against 0.13 ns for `torch.exp2`, and 7 to 18 ns against
-0.13 to 0.52 ns where the result underflows, as it does for most columns of a peaked row (measured with torch 2.13, one
+`torch.exp` on CPU calls MKL: it took 0.58 ns per logit against 0.13 ns for `torch.exp2`, and 7 to 18 ns against 0.13
+to 0.52 ns where the result underflows, as it does for most columns of a peaked row (measured with torch 2.13, one
 AVX-512 core; GELU had the same problem: https://github.com/pytorch/pytorch/issues/48388).
 """
 
@@ -47,7 +47,7 @@ class TokenStatistics:
 
     @classmethod
     def empty(cls, tokens: int, dtype: torch.dtype, device: torch.device, with_entropy: bool) -> "TokenStatistics":
-        """The statistics of no columns at all. The maximum is finite so that differences of maxima are never NaN."""
+        """Statistics of no columns. The maximum is finite, so that differences of maxima are never NaN."""
 
         def filled(value: float) -> Tensor:
             return torch.full((tokens,), value, dtype=dtype, device=device)
@@ -60,11 +60,11 @@ class TokenStatistics:
         )
 
     def rows(self, tokens: slice) -> "TokenStatistics":
-        """The statistics of a slice of the tokens, as views."""
+        """Statistics of a slice of the tokens, as views."""
         return TokenStatistics(**{name: _slice(part, tokens) for name, part in vars(self).items()})
 
     def rebase_(self, maximum: Tensor, bits_per_logit: float) -> None:
-        """Express the sums relative to `maximum` (T,), which is nowhere below the current one."""
+        """Express the sums relative to `maximum` (T,), which must be at least the current one."""
         shift = (self.maximum - maximum).mul_(bits_per_logit).clamp_(min=LOWEST_EXPONENT)
         factor = torch.exp2(shift)
         if self.weighted_exponents is not None:
@@ -73,7 +73,7 @@ class TokenStatistics:
         self.maximum.copy_(maximum)
 
     def merge_(self, other: "TokenStatistics", bits_per_logit: float) -> None:
-        """Add the columns that `other` has seen."""
+        """Merge in the columns of `other`."""
         maximum = torch.maximum(self.maximum, other.maximum)
         self.rebase_(maximum, bits_per_logit)
         other.rebase_(maximum, bits_per_logit)
@@ -97,7 +97,7 @@ class TokenStatistics:
         return self.maximum + torch.log2(self.sum_exp) / bits_per_logit
 
     def packed(self) -> Tensor:
-        """(3 or 4, T) one tensor to send; `unpacked` is its inverse."""
+        """All statistics as one tensor to send, (3 or 4, T); `unpacked` is the inverse."""
         parts = [self.maximum, self.sum_exp, self.label_logit]
         return torch.stack(parts if self.weighted_exponents is None else [*parts, self.weighted_exponents])
 
@@ -136,7 +136,7 @@ class LogitGradient:
         normalizer: Tensor,
         temperature: float,
     ) -> "LogitGradient":
-        """The logits' gradient from the gradients of the two outputs, where None means zero."""
+        """Make the logits' gradient from the gradients of the two outputs, where None means zero."""
         label_grad = torch.zeros_like(normalizer) if grad_log_prob is None else grad_log_prob.to(normalizer.dtype)
         label_grad = label_grad / temperature
         level, slope = label_grad, None

@@ -1,7 +1,7 @@
 """How many tokens and columns to work on at a time, given a budget in bytes.
 
-Owns the accounting of temporaries: `backward_bytes` says what `projection` keeps alive for a tile, term by term, and
-must be changed together with it. Knows nothing about tensors.
+Owns the accounting of temporaries: `backward_bytes` counts term by term what `projection` keeps alive for a tile.
+Change the two together. Knows nothing about tensors.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 # On CPU a tile that stays in the last-level cache makes the passes over the logits nearly free: each costs 0.04 to
 # 0.13 ns per logit, while the product costs 3.6 ns (H = 896, bfloat16, one AVX-512 core, 32 MiB of cache). Half as
-# many columns cost more calls, and twice as many cost more cache. Elsewhere a tile is as large as the budget allows,
-# since small ones cost kernel launches there.
+# many columns cost more calls, and twice as many cost more cache. On other devices a tile is as large as the budget
+# allows, because small tiles cost kernel launches.
 CPU_TILE = (1024, 2048)
 DEVICE_TILE = (8192, 1 << 20)
-# Matrix units and vector loads want the rows of a tile to begin at multiples of this many columns.
+# Matrix units and vector loads are faster if the rows of a tile begin at multiples of this many columns.
 ALIGNMENT = 128
 # The share of the budget that an accumulator of d_hidden may take in the backward pass; tiles get the rest.
 ACCUMULATOR_SHARE = 0.75
@@ -40,7 +40,7 @@ class Tile:
 
 
 def portable_bytes_per_logit(item: int, wide: int, second: bool) -> int:
-    """Bytes per logit in torch: the product if narrower than the arithmetic, z, and 2**z beside it if `second`."""
+    """Bytes per logit in torch: the product if it is narrower than the arithmetic, z, and 2**z if `second`."""
     return (item if item != wide else 0) + wide + (wide if second else 0)
 
 
@@ -60,13 +60,13 @@ def backward_bytes(
     adds_in_place: bool,
     direct_from: int | None,
 ) -> int:
-    """Bytes alive for one backward tile of hidden width `width`; the implementation's work takes `per_logit` bytes for
-    each logit.
+    """Count the bytes alive for one backward tile of hidden width `width`; the implementation takes `per_logit` bytes
+    for each logit.
 
-    If the inputs (`item` bytes per element) are narrower than the arithmetic (`wide`), the weight has an accumulator;
-    and unless products are added to a wide matrix in place, each partial gradient exists twice more while it is added:
-    as the product in the input dtype, and widened by the addition. A tile of all `direct_from` tokens needs no
-    accumulator of the weight: its product goes straight to its place.
+    If the inputs (`item` bytes per element) are narrower than the arithmetic (`wide`), the weight has an accumulator.
+    Unless products are added to a wide matrix in place, each partial gradient then exists twice more during the
+    addition: as the product in the input dtype, and widened. A tile of all `direct_from` tokens needs no accumulator
+    of the weight, because its product is written straight into the gradient.
     """
     logits = tokens * columns * per_logit
     if item == wide:
@@ -77,7 +77,7 @@ def backward_bytes(
 
 
 def choose_tile(tokens: int, columns: int, budget: int, on_cpu: bool, tile_bytes: Callable[[int, int], int]) -> Tile:
-    """The largest tile within `budget` bytes, starting from what suits the device and halving the longer side.
+    """Choose the largest tile within `budget` bytes: start from the device's best size and halve the longer side.
 
     Raises:
         ValueError: a single logit does not fit.
@@ -87,7 +87,7 @@ def choose_tile(tokens: int, columns: int, budget: int, on_cpu: bool, tile_bytes
     while tile_bytes(t, v) > budget:
         if t == v == 1:
             raise ValueError(
-                f"chunk_bytes leaves {budget} bytes for a tile, and the smallest needs {tile_bytes(1, 1)}"
+                f"chunk_bytes leaves {budget} bytes for a tile, but the smallest needs {tile_bytes(1, 1)}; raise it"
             )
         t, v = (t, (v + 1) // 2) if v >= t else ((t + 1) // 2, v)
     if ALIGNMENT < v < columns:
@@ -96,8 +96,9 @@ def choose_tile(tokens: int, columns: int, budget: int, on_cpu: bool, tile_bytes
 
 
 def backward_peak(tokens: int, columns: int, width: int, *, budget: int, on_cpu: bool, is_frozen: bool = False) -> int:
-    """Peak bytes of temporaries in a backward pass with bfloat16 inputs and no gradient of the entropy, where the
-    weight's gradient is added to a float32 buffer: the tiles and the accumulator of d_hidden (see `projection`).
+    """Count the peak bytes of temporaries in a backward pass: the tiles and the accumulator of d_hidden (see
+    `projection`). Inputs are bfloat16, the entropy has no gradient, and the weight's gradient is added to a float32
+    buffer.
 
     Args:
         tokens, columns, width: T, V_local and H.
@@ -117,8 +118,8 @@ def backward_peak(tokens: int, columns: int, width: int, *, budget: int, on_cpu:
         )
 
     tile = choose_tile(tokens, columns, budget - accumulator, on_cpu, tile_bytes)
-    # The budget includes an accumulator of the weight's gradient, which a float32 buffer does not need, and room for
-    # the larger of two partial gradients.
+    # The budget includes an accumulator of the weight's gradient, which a float32 buffer makes unnecessary, and room
+    # for the larger of two partial gradients.
     missing = width * tile.columns * wide
     if is_frozen and on_cpu:
         missing += width * max(0, tile.columns - tile.tokens) * (item + wide)

@@ -1,4 +1,4 @@
-"""Adapters on disk: a folder in PEFT's format, and which base they belong to."""
+"""Adapters on disk: a folder in PEFT's format, and the base model that they belong to."""
 
 import hashlib
 import json
@@ -13,40 +13,40 @@ from torch import Tensor
 from openrlhf_gtpo.lora import LoraOptions
 
 ADAPTER = "adapter"  # the folder beside an exported model
-RECIPE = "tensors:"  # begins a fingerprint; says how it was made
+RECIPE = "tensors:"  # prefix of a fingerprint: how it was made
 _SAMPLE = 2**20  # bytes
 _EXPERTS = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}  # the names of experts' matrices
 
 
 def description(options: LoraOptions, modules: list[str], base: Path) -> dict[str, Any]:
-    """What a checkpoint says of its adapters: another rank, scale, target or base would train something else.
+    """Describe a run's adapters for its checkpoints: another rank, scale, target or base would train something else.
 
     Args:
         modules: the names of the modules that have adapters.
-        base: the folder of the model that they were made for.
+        base: the folder of the model that they adapt.
     """
     targets = sorted({name.rsplit(".", 1)[-1] for name in modules})
     return {"rank": options.rank, "alpha": options.alpha, "targets": targets, "base": fingerprint(base)}
 
 
 def refusal(saved: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> str | None:
-    """Why a checkpoint with the :func:`description` ``saved`` cannot be continued by a run with its ``own``, of which
-    a part may be known yet; ends a sentence that begins with the checkpoint. None if it can."""
+    """Say why a run with the :func:`description` ``own``, perhaps still incomplete, cannot resume from one with
+    ``saved``. The result continues a sentence that begins with the checkpoint; None if it can."""
     found = _difference(saved, own)
-    return found and f"cannot be continued: {found}; give the same flags and model, or start anew."
+    return found and f"cannot be continued: {found}; give the same flags and model, or start a new run."
 
 
 def without_comparison(saved: Mapping[str, Any]) -> str | None:
-    """What to say of a checkpoint whose fingerprint of the base was made in another way, as before RECIPE, so that
-    :func:`refusal` does not compare it; ends a sentence that begins with the checkpoint. None if it does."""
+    """Say that :func:`refusal` cannot compare a checkpoint's base, because its fingerprint is older than RECIPE. The
+    result continues a sentence that begins with the checkpoint; None if it can."""
     if saved["base"].startswith(RECIPE):
         return None
-    return "has an older fingerprint of its base, which is not compared; make sure that the model is the same."
+    return "has an older fingerprint of its base, which cannot be compared; make sure that the model is the same."
 
 
 def _difference(saved: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> str | None:
     if saved is None or own is None:
-        return None if saved == own else f"it has {'all weights' if saved is None else 'adapters alone'}"
+        return None if saved == own else f"it has {'all weights' if saved is None else 'only adapters'}"
     for name, flag in (("rank", "rank"), ("alpha", "alpha"), ("targets", "target_modules")):
         if name in own and saved[name] != own[name]:
             have, want = (" ".join(value) if name == "targets" else f"{value:g}" for value in (saved[name], own[name]))
@@ -57,12 +57,12 @@ def _difference(saved: Mapping[str, Any] | None, own: Mapping[str, Any] | None) 
 
 
 def fingerprint(folder: Path) -> str:
-    """What tells the weights in a model's ``folder`` from others: a hash of the tensors' names, types and shapes, and
-    of a page of every 4 MiB of their values, wherever they lie. Of files that are no safetensors, a hash of their
-    sizes, beginnings and ends. It begins with RECIPE.
+    """Hash the weights in a model's ``folder``: the tensors' names, types and shapes, and a page of every 4 MiB of
+    their values, independent of the split into files. Of other files than safetensors, hash sizes, beginnings and
+    ends. The result begins with RECIPE.
 
     Raises:
-        OSError, ValueError: a file that its index names cannot be read.
+        OSError, ValueError: a weight file cannot be read.
     """
     digest, tensors = hashlib.sha256(), []
     for path in _weight_files(folder):
@@ -88,7 +88,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """What Transformers reads of a model's folder, in which other tensors may lie beside it."""
+    """The files that Transformers reads from a model's folder, which may also hold other tensors."""
     for name in ("model.safetensors", "pytorch_model.bin"):
         index = folder / f"{name}.index.json"
         if (folder / name).is_file():
@@ -105,18 +105,18 @@ def write_adapter(
     base_name: str,
     is_mixture: bool = False,
 ) -> None:
-    """Write adapters as PEFT does, for ``PeftModel.from_pretrained``. The configuration is as short as PEFT's first
-    ones: those before 0.15 refuse fields that they do not know.
+    """Write adapters in PEFT's format, for ``PeftModel.from_pretrained``. The configuration has only the oldest
+    fields, because PEFT before 0.15 rejects unknown ones.
 
     Args:
         folder: a new or existing folder.
-        tensors: A (r, in) and B (out, r) by Hugging Face's names of the modules, such as model.layers.0.mlp.up_proj.
-        base_name: the model that they were trained on; the path of a folder becomes absolute.
-        is_mixture: it has experts, for whose matrices PEFT (0.21.2) would take an up_proj; such are named as
-            parameters, which PEFT reads from 0.17 on.
+        tensors: A (r, in) and B (out, r) by Hugging Face's module names, such as model.layers.0.mlp.up_proj.
+        base_name: the model that they were trained on. A folder's path becomes absolute.
+        is_mixture: the model has experts. PEFT (0.21.2) would take an up_proj outside of them for an expert's, so
+            those are named as parameters, which PEFT reads from 0.17 on.
 
     Raises:
-        OSError: they cannot be written.
+        OSError: the adapters cannot be written.
     """
     os.makedirs(folder, exist_ok=True)
     state, targets, parameters = {}, set(), []

@@ -189,7 +189,7 @@ def _adapters(folder: Path) -> list[torch.Tensor]:
         (["--ds.lora.rank", "2"], "it was written with --ds.lora.rank 4, and this run has 2"),
         (["--ds.lora.alpha", "9"], "it was written with --ds.lora.alpha 8, and this run has 9"),
         (["--ds.lora.target_modules", "q_proj"], "and this run has q_proj"),
-        (["--ds.lora.rank", "0"], "it has adapters alone"),
+        (["--ds.lora.rank", "0"], "it has only adapters"),
     ],
     ids=str,
 )
