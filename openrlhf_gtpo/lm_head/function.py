@@ -44,8 +44,8 @@ def linear_log_prob_and_entropy(
 
     Args:
         hidden: (T, H), the same on every rank of `group`. Its gradient is summed over `group`.
-        weight: (V_local, H) in the dtype of `hidden`: this rank's part of the vocabulary, which may be split anywhere
-            in rank order.
+        weight: (V_local, H) in the dtype of `hidden`: this rank's columns. The vocabulary may be split anywhere, in
+            rank order.
         labels: (T,) integers, ids over the whole vocabulary, the same on every rank.
         temperature: divisor of the logits, bias included.
         bias: (V_local,), added in float32. -inf removes a column.

@@ -34,8 +34,7 @@ class TileWork(Protocol):
 
     @staticmethod
     def bytes_per_logit(item: int, wide: int, second: bool) -> int:
-        """Return the bytes of this memory per logit; `item` and `wide` are the element sizes of inputs and
-        accumulators."""
+        """Return this memory's bytes per logit; `item` and `wide` are the element sizes of inputs and accumulators."""
 
     def product(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Compute hidden (t, H) x weight (v, H) in the dtype of the inputs; overwrites the previous contents."""
@@ -137,7 +136,7 @@ def backward(
     settings: Settings,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Compute the gradients of hidden (T, H), weight (V_local, H) and bias (V_local,), each None where `needs` is
+    """Compute gradients of hidden (T, H), weight (V_local, H) and bias (V_local,), each None where `needs` is
     False."""
     needs_hidden, needs_weight, needs_bias = needs
     shard, wide = settings.shard, gradient.normalizer.dtype
@@ -195,8 +194,7 @@ def backward(
 
 
 class Sweep(NamedTuple):
-    """One pass over the logits of some tokens, and which gradients it computes: d_hidden, and the weight's and
-    bias's."""
+    """One pass over the logits of some tokens, and the gradients that it computes: d_hidden, weight's and bias's."""
 
     tokens: slice
     adds_hidden: bool

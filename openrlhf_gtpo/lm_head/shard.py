@@ -56,8 +56,7 @@ class VocabularyShard:
         return cls(offset, max(0, min(local_columns, real - offset)), real, group)
 
     def merged(self, statistics: TokenStatistics, bits_per_logit: float) -> TokenStatistics:
-        """Merge the statistics of all shards: one all-gather of (3 or 4, T) numbers, merged in rank order on every
-        rank.
+        """Merge statistics of all shards: one all-gather of (3 or 4, T) numbers, merged in rank order on every rank.
 
         Gathered rather than reduced so that all ranks hold bitwise the same result.
         """

@@ -1,7 +1,7 @@
 """The differences between a CUDA host and a host without one.
 
-``detect`` says which of the two a run is for; ``activate`` makes a process of a CPU run answer the CUDA questions that
-OpenRLHF asks. On a CUDA host ``activate`` only stands in for flash-attn, and only if that is missing.
+``detect`` decides which of the two a run is for. On a CPU, ``activate`` replaces the CUDA functions that OpenRLHF
+calls. On a CUDA host it only replaces flash-attn, and only if that is missing.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ _PLATFORMS = ("cuda", "cpu")
 
 
 def chosen_platform() -> str | None:
-    """The platform named in the environment, or None if nobody has chosen one.
+    """Return the platform named in the environment, or None if nobody has chosen one.
 
     Raises:
         ValueError: the variable holds something other than ``cuda`` or ``cpu``.
@@ -29,11 +29,11 @@ def chosen_platform() -> str | None:
 
 
 def detect() -> str:
-    """``"cuda"`` or ``"cpu"``: the platform of the run that this driver starts.
+    """Detect the platform of the run that this driver starts: ``"cuda"`` or ``"cpu"``.
 
     An explicit choice wins. Otherwise a torch without CUDA (or ROCm) means CPUs. A torch with it means GPUs, unless
-    this host has no device and no Ray cluster is named: the driver of a cluster job often runs on a head node without
-    one.
+    this host has no device and no Ray cluster is named. (The driver of a cluster job often runs on a head node without
+    a GPU.)
     """
     chosen = chosen_platform()
     if chosen is not None:
@@ -49,18 +49,18 @@ def detect() -> str:
 
 
 def choose() -> None:
-    """Choose the platform as ``detect`` does, and prepare this process and those it starts; a driver's first step."""
+    """Choose the platform as ``detect`` does, and prepare this process and its children; a driver's first step."""
     os.environ[PLATFORM_VARIABLE] = detect()
-    # Below `uv run`, Ray would start its workers with uv in a copy of the working folder, in which all that they write
-    # would be lost (ray 2.55.0, _private/runtime_env/uv_runtime_env_hook.py). It reads this when it is imported.
+    # Under `uv run`, Ray would start its workers with uv in a copy of the working folder, and everything they write
+    # there would be lost (ray 2.55.0, _private/runtime_env/uv_runtime_env_hook.py). Ray reads this on import.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     activate()
 
 
 def activate() -> None:
-    """Prepare this process for the platform that the driver chose (Ray calls it in every worker process).
+    """Prepare this process for the platform that the driver chose (Ray calls this in every worker process).
 
-    The choice travels in the environment, because a Ray worker without a GPU share sees no device on any host.
+    The environment passes the choice on, because a Ray worker without a GPU share sees no device on any host.
     """
     chosen = chosen_platform()
     _do_without_home()
@@ -76,12 +76,12 @@ def activate() -> None:
 
 
 def _do_without_home() -> None:
-    """Give Triton, and DeepSpeed, which makes Triton's folder when it is imported, another folder if this user's home
-    cannot be written to, as in many containers (deepspeed 0.19.6, ops/transformer/inference/triton/matmul_ext.py)."""
+    """Move Triton's folder if this user's home is not writable, as in many containers. DeepSpeed makes that folder on
+    import (deepspeed 0.19.6, ops/transformer/inference/triton/matmul_ext.py)."""
     from openrlhf_gtpo.platform.files import existing_parent
 
     if "TRITON_HOME" not in os.environ and not os.access(existing_parent(os.path.expanduser("~/.triton")), os.W_OK):
         folder = Path(tempfile.gettempdir(), f"openrlhf_gtpo-{os.getuid()}")
         folder.mkdir(mode=0o700, exist_ok=True)
-        mine = folder.lstat().st_uid == os.getuid()  # what is in it will be run
+        mine = folder.lstat().st_uid == os.getuid()  # private, because code in it is executed
         os.environ["TRITON_HOME"] = str(folder) if mine else tempfile.mkdtemp()

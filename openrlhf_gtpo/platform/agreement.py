@@ -1,4 +1,4 @@
-"""Keeps all ranks in agreement: they fail together, and go on from what the first rank found."""
+"""Keeps all ranks in agreement: they fail together, and share the first rank's results."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def failure_of(action: Callable[[], None]) -> str | None:
-    """Run ``action`` and return the message of what it raised, or None."""
+    """Run ``action`` and return the message of the exception that it raised, or None."""
     try:
         action()
     except Exception as error:
@@ -18,19 +18,19 @@ def failure_of(action: Callable[[], None]) -> str | None:
 
 
 def message_of(error: Exception) -> str:
-    """An error's text, preceded by its type if the text was not written for users."""
+    """Return an error's text, preceded by its type if the text was not written for users."""
     return str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
 
 
 def all_gather_objects(value: Any, group: torch.distributed.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's ``value``, in the order of ranks."""
+    """Return every rank's ``value``, in rank order."""
     gathered: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(gathered, value, group=group)
     return gathered
 
 
 def raise_together(failure: str | None, kind: type[Exception]) -> None:
-    """Raise ``kind`` on every rank with the ``failure`` of the first rank that has one, if any has."""
+    """If any rank has a ``failure``, raise ``kind`` on every rank with the first one."""
     failures = [text for text in all_gather_objects(failure) if text is not None]
     if failures:
         raise kind(failures[0])

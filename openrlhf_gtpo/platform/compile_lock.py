@@ -1,4 +1,4 @@
-"""A lock on a compilation that does not outlive its compiler."""
+"""A lock for compilations that is released when its owner dies."""
 
 import os
 import time
@@ -6,18 +6,18 @@ from contextlib import suppress
 
 from torch.utils.file_baton import FileBaton
 
-_QUIET = 600.0  # seconds without a change in its folder, after which no compiler of any node is at work there
+_QUIET = 600.0  # seconds without a change in its folder, after which its compiler counts as dead
 
 
 class CompileLock(FileBaton):
-    """torch's lock, a file in ``~/.cache/torch_extensions``. A killed compiler leaves it behind, and every later run
-    of every checkout would wait for it silently (torch 2.13, utils/file_baton.py). Here it is taken over."""
+    """torch's lock, a file in ``~/.cache/torch_extensions``, with a takeover. A killed compiler leaves torch's lock
+    behind, and every later run of every checkout would wait for it silently (torch 2.13, utils/file_baton.py)."""
 
     def try_acquire(self) -> bool:
         """Wait for the lock and return True. A process that had to wait finds everything compiled."""
         folder = os.path.dirname(self.lock_file_path)
         if os.path.exists(self.lock_file_path):
-            print(f"Waiting for another compilation, until {_QUIET:.0f} s after its last file: {folder}", flush=True)
+            print(f"Waiting for the compilation in {folder}, or for {_QUIET:.0f} s without a new file", flush=True)
         while not super().try_acquire():
             with suppress(FileNotFoundError):  # released meanwhile
                 if time.time() - max(entry.stat().st_mtime for entry in os.scandir(folder)) > _QUIET:

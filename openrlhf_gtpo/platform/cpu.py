@@ -1,8 +1,8 @@
 """Lets OpenRLHF, DeepSpeed and vLLM run on a host without CUDA. Never imported on a CUDA host.
 
 OpenRLHF 0.11.2 asks torch.cuda for its current device and synchronizes it (openrlhf/trainer/ray/ppo_actor.py of
-https://github.com/OpenRLHF/OpenRLHF).
-Each stand-in below answers one of those questions; all can go when upstream asks ``torch.accelerator`` instead.
+https://github.com/OpenRLHF/OpenRLHF). Each stand-in below replaces one such call. All can go when upstream calls
+``torch.accelerator`` instead.
 """
 
 import logging
@@ -10,23 +10,23 @@ import os
 
 _ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
-    # vLLM pins its threads to cores of its own choice, and the trainer's threads would share them, as in
+    # vLLM pins its threads to cores that it chooses, where they would compete with the trainer's threads, as in
     # https://github.com/vllm-project/vllm/pull/27953.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     # Threads that spin while they wait for each other waste most of a small machine that several processes share: a
     # training step of a 135M-parameter model took 17 s of processor time on two busy cores, and 3 s without spinning.
     "OMP_WAIT_POLICY": "PASSIVE",
-    # They do spin for a tenth of a millisecond: waking them takes as long, and that is most of the time between the
-    # short operations of a layer. vLLM decodes 64 rows of the same model in 114 ms instead of 165.
+    # They still spin for a tenth of a millisecond. Waking them takes as long, and the pauses between a layer's short
+    # operations are mostly shorter. vLLM decodes 64 rows of the same model in 114 ms instead of 165.
     "GOMP_SPINCOUNT": "2000",
     # Ray would start one idle Python worker for every logical CPU: https://github.com/ray-project/ray/pull/33623.
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
-    # Without this, ray.init of 2.55 warns of a future default (https://github.com/ray-project/ray/pull/55791).
+    # Silences ray.init's warning about a future default in 2.55 (https://github.com/ray-project/ray/pull/55791).
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # Ray runs its workers at low priority, so that they yield to its own processes and the user's
-    # (https://github.com/ray-project/ray/pull/24928); here they are the whole job.
+    # Ray gives its workers low priority, so that they yield to its own processes and the user's
+    # (https://github.com/ray-project/ray/pull/24928). Here the workers do all the work.
     "RAY_worker_niceness": "0",
 }
 
@@ -46,15 +46,15 @@ class _CpuDevice(str):
 
 
 def environment() -> dict[str, str]:
-    """Environment variables of every process of a CPU run; what the user has set wins."""
+    """Environment variables of every process of a CPU run. Values set by the user win."""
     return {name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()}
 
 
 def activate() -> None:
-    """Make this process answer like a host whose only device is the CPU. Safe to call twice."""
-    os.environ.update(environment())  # before torch, which reads OMP_WAIT_POLICY when it is loaded
+    """Make this process look like a host whose only device is the CPU. Safe to call twice."""
+    os.environ.update(environment())  # before torch, which reads OMP_WAIT_POLICY on import
 
-    # bitsandbytes, which OpenRLHF imports, warns that a package for 4-bit products is missing. No run here has any.
+    # bitsandbytes, which OpenRLHF imports, warns that a package for 4-bit products is missing. No run here needs it.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
     import torch

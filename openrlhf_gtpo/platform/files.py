@@ -1,4 +1,4 @@
-"""Files on this host: the folder of a Hugging Face model, downloads from the Hub, output files, and room on disks."""
+"""Files on this host: Hugging Face models and their downloads, output files, and free disk space."""
 
 import errno
 import json
@@ -13,7 +13,7 @@ from openrlhf_gtpo.errors import UsageError, one_line
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "*.safetensors"
-_SECOND_COPY = "consolidated*"  # of all weights of a Mistral model, under other names
+_SECOND_COPY = "consolidated*"  # all weights of a Mistral model again, under other names
 SIDE_FILE_PATTERNS = (
     "config.json",
     "generation_config.json",
@@ -28,7 +28,7 @@ SIDE_FILE_PATTERNS = (
     "spiece.model",
     "tekken.json",
     "chat_template*",
-    "prompts.json",  # of a model that this package has trained (training/settings/prompts.py)
+    "prompts.json",  # written with each trained model (training/settings/prompts.py)
     "LICENSE*",
     "NOTICE*",
     "USE_POLICY*",
@@ -36,10 +36,10 @@ SIDE_FILE_PATTERNS = (
 
 
 def model_folder(source: str | Path, *, weights: bool = True, fetch: bool = True) -> Path:
-    """The folder of the model ``source`` on this host; a name on the Hub is fetched into the cache first.
+    """Return the folder of the model ``source`` on this host; a name on the Hub is fetched into the cache first.
 
-    If several processes ask at once, one fetches each file and the others wait for it (huggingface_hub 1.33.0,
-    file_download.py, ``WeakFileLock``). With HF_HUB_OFFLINE, or without a network, what is cached has to do. A process
+    If several processes call this at once, one fetches each file and the others wait for it (huggingface_hub 1.33.0,
+    file_download.py, ``WeakFileLock``). With HF_HUB_OFFLINE, or without a network, only the cache is used. A process
     asks the Hub once.
 
     Args:
@@ -60,23 +60,23 @@ def model_folder(source: str | Path, *, weights: bool = True, fetch: bool = True
         folder = _snapshot(str(source), weights, fetch)
     except (errors.HFValidationError, OSError, httpx.HTTPError) as error:
         reason = one_line(error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) else error)
-        raise UsageError(f"{where}, and cannot be had from the Hugging Face Hub or its cache: {reason}") from error
-    # If only Transformers has cached the model, nothing lists all of its files, and a missing one does not show.
+        raise UsageError(f"{where}, and neither the Hugging Face Hub nor its cache has it: {reason}") from error
+    # If only Transformers has cached the model, there is no list of all files, and a missing one goes unnoticed.
     shards = shards_of(folder / INDEX) if (folder / INDEX).exists() else [WEIGHTS]
     missing = sorted(shard for shard in shards if not any(folder.glob(shard))) if weights else []
     if missing:
         raise UsageError(
-            f"{where}, and the weights in {folder} lack {missing[0]}; fetch them where there is a network "
-            f"(hf download {source}), or give a model with safetensors."
+            f"{where}, and the weights in {folder} lack {missing[0]}; fetch them on a host with a network (hf "
+            f"download {source}), or give a model with safetensors."
         )
     return folder
 
 
 def shards_of(index: Path) -> list[str]:
-    """The files that the index of a checkpoint's weights names, each once.
+    """List the files that the index of a checkpoint's weights names, each once.
 
     Raises:
-        UsageError: it cannot be read, for example because it is cut off; the message names the folder.
+        UsageError: the index cannot be read, for example because it is truncated. The message names the folder.
     """
     try:
         return sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -85,7 +85,7 @@ def shards_of(index: Path) -> list[str]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors of a model's weights: those that an index names, or all without one.
+    """List the safetensors files of a model's weights: the ones that an index names, or all if it has no index.
 
     Raises:
         UsageError: as :func:`shards_of`.
@@ -96,13 +96,13 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name to shape of a model's weights, from the headers of its safetensors; empty if it has none.
+    """Read the shapes of a model's weights, by name, from the headers of its safetensors; empty if it has none.
 
     Raises:
-        UsageError: a file cannot be read, for example because it is cut off, or two files have the same weight
-            (Transformers and vLLM would take different ones); the message names the folder.
+        UsageError: a file cannot be read, for example because it is truncated, or two files have the same weight
+            (Transformers and vLLM would take different ones). The message names the folder.
     """
-    from safetensors import SafetensorError, safe_open  # here, because the doctor may run where nothing is installed
+    from safetensors import SafetensorError, safe_open  # the doctor may run without it
 
     shapes: dict[str, tuple[int, ...]] = {}
     files: dict[str, str] = {}
@@ -123,7 +123,7 @@ def share_weights(folder: Path) -> None:
     """Give a model's safetensors the permissions of its config.json: safetensors 0.8 leaves them to their owner alone
     (https://github.com/safetensors/safetensors/issues/782)."""
     mode = (folder / "config.json").stat().st_mode
-    for file in folder.rglob(WEIGHTS):  # adapters have a folder of their own in it
+    for file in folder.rglob(WEIGHTS):  # adapters are in a subfolder
         file.chmod(stat.S_IMODE(mode))
 
 
@@ -137,7 +137,7 @@ def _snapshot(name: str, weights: bool, fetch: bool) -> Path:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a text file, so that it is at ``path`` whole or not at all, whenever this process ends."""
+    """Write a text file atomically: ``path`` is complete or absent, whenever this process dies."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(text, encoding="utf-8")
@@ -147,7 +147,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def check_output(flag: str, path: Path | None, *sources: Path) -> None:
-    """Refuse, before any work, an output file that cannot be written, or that is one of the inputs ``sources``.
+    """Reject, before any work, an output file that cannot be written, or that is one of the inputs ``sources``.
 
     Raises:
         UsageError: what is wrong with ``path``.
@@ -157,13 +157,13 @@ def check_output(flag: str, path: Path | None, *sources: Path) -> None:
     existing = next(part for part in (path, *path.parents) if os.path.exists(part))
     if existing == path and any(os.path.exists(source) and path.samefile(source) for source in sources):
         raise UsageError(f"{flag} {path} is the input, which would be lost; name another file.")
-    # Not a file: a folder, or such as /dev/null, which a command may replace.
+    # Not a file: a folder, or a device such as /dev/null, which a command might replace.
     if not os.access(existing, os.W_OK) or not (existing.is_file() if existing == path else existing.is_dir()):
-        raise UsageError(f"{flag} {path} cannot be written, because of {existing}; name another.")
+        raise UsageError(f"{flag} {path} cannot be written, because of {existing}; name another file.")
 
 
 def free_bytes(path: str | Path) -> int | None:
-    """Free bytes on the disk that ``path`` is on, or would be; None if they cannot be determined."""
+    """Return the free bytes on the disk of ``path``, which need not exist; None if unknown."""
     try:
         return shutil.disk_usage(existing_parent(path)).free
     except OSError:
@@ -171,18 +171,18 @@ def free_bytes(path: str | Path) -> int | None:
 
 
 def existing_parent(path: str | Path) -> Path:
-    """``path``, or the nearest of its parents that exists."""
+    """Return ``path``, or its nearest parent that exists."""
     folder = Path(path).absolute()
-    while not os.path.exists(folder):  # not Path.exists, which raises if a folder may not be entered
+    while not os.path.exists(folder):  # not Path.exists, which raises for a folder without permission
         folder = folder.parent
     return folder
 
 
 def is_full(error: BaseException | str) -> bool:
-    """True if the text of an error, which may come from another process, says that a disk or a quota is full."""
+    """Tell from an error's text, perhaps from another process, whether a disk or a quota is full."""
     return any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT))
 
 
 def gigabytes(count: int) -> str:
-    """``count`` bytes as text, in GB, or in MB below 0.1 GB."""
+    """Format ``count`` bytes in GB, or in MB below 0.1 GB."""
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

@@ -1,7 +1,7 @@
 """The four padding helpers of flash-attn that OpenRLHF's packing imports, in plain torch.
 
-They move rows between a padded and a packed layout and have nothing to do with attention kernels, so a host without
-flash-attn can use them as they are; attention itself runs through ``sdpa`` there, or through ``varlen_attention``.
+They move rows between a padded and a packed layout and use no attention kernels, so they work on any host. Attention
+itself runs through ``sdpa`` there, or through ``varlen_attention``.
 """
 
 import importlib.machinery
@@ -14,7 +14,7 @@ from einops import rearrange
 
 
 def index_first_axis(tensor: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Rows ``indices`` (N,) of ``tensor`` (M, ...): (N, ...)."""
+    """Select rows ``indices`` (N,) of ``tensor`` (M, ...): (N, ...)."""
     return tensor[indices]
 
 
@@ -39,7 +39,7 @@ def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, se
 
 def _no_ring_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
     raise NotImplementedError(
-        "Ring attention (--ds.ring_attn_size > 1) needs flash-attn, which the CUDA image has (docs/docker.md)."
+        "Ring attention (--ds.ring_attn_size > 1) needs flash-attn; use the CUDA image, which has it (docs/docker.md)."
     )
 
 
@@ -54,6 +54,6 @@ def install() -> None:
     }
     for name, attributes in contents.items():
         module = sys.modules[name] = types.ModuleType(name)
-        # transformers asks importlib for the spec; a module without one is an error there (transformers 5.15.0,
+        # transformers asks importlib for the spec, and a module without one is an error (transformers 5.15.0,
         # utils/import_utils.py, _is_package_available).
         vars(module).update(attributes, __spec__=importlib.machinery.ModuleSpec(name, loader=None))

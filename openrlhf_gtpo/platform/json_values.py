@@ -1,6 +1,6 @@
-"""Values as JSON and back, the same: with what JSON lacks and a data set has, such as bytes, dates, sets and NumPy's.
+"""Lossless conversion of values to JSON and back, with types that JSON lacks: bytes, dates, sets, NumPy's and others.
 
-In the text an object has one key, the kind of its value: ``{"bytes": "00ff"}``, ``{"dict": [["a", 1]]}``.
+An object in the text has one key, the type of its value: ``{"bytes": "00ff"}``, ``{"dict": [["a", 1]]}``.
 """
 
 import json
@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-_MARK = b"#"  # no JSON begins so: without it the text is JSON alone, an earlier version's
+_MARK = b"#"  # no JSON begins with this; text without it is an earlier version's plain JSON
 
-# By exact type: its name, what stands in its place, and how that becomes a value again.
+# By exact type: its name, its encoder, and its decoder.
 _KINDS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     dict: ("dict", lambda value: [[key, part] for key, part in value.items()], dict),
     tuple: ("tuple", list, tuple),
@@ -32,16 +32,16 @@ _NUMPY_KINDS = "biufSUmM"  # bools, numbers, texts, times
 
 
 def to_json(value: Any) -> bytes:
-    """``value`` as text; :func:`from_json` makes the same again, of the same types.
+    """Encode ``value`` as text, from which :func:`from_json` restores the same value and types.
 
     Raises:
-        TypeError: a part of it is of another type, which the message names.
+        TypeError: a part of it has an unsupported type; the message names it.
     """
     return _MARK + json.dumps(_encoded(value)).encode()
 
 
 def from_json(text: bytes) -> Any:
-    """The value of :func:`to_json`'s text, or of JSON."""
+    """Decode the text of :func:`to_json`, or JSON."""
     return _decoded(json.loads(text[len(_MARK) :])) if text.startswith(_MARK) else json.loads(text)
 
 
@@ -56,7 +56,9 @@ def _encoded(value: Any) -> Any:
         return {name: _encoded(parts_of(value))}
     if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in _NUMPY_KINDS:
         return {"numpy": [value.dtype.str, _encoded(value.tolist())]}
-    raise TypeError(f"Object of type {kind.__module__}.{kind.__qualname__} is not serializable")  # as json's own
+    raise TypeError(
+        f"Object of type {kind.__module__}.{kind.__qualname__} is not serializable"
+    )  # like json's own message
 
 
 def _decoded(value: Any) -> Any:

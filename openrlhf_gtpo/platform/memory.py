@@ -14,8 +14,8 @@ _PROCESS = Path("/proc/self")
 class PeakMemory:
     """Peak memory of what runs after construction.
 
-    On the CPU it is exact to about a MiB: resident memory counts pages, and the allocator keeps some. Not measurable
-    where the system has neither a CUDA device nor a ``/proc/self/clear_refs`` (Linux) that can be written.
+    On the CPU it is exact to about a MiB, because resident memory counts pages, and the allocator keeps some. It
+    cannot be measured without a CUDA device or a writable ``/proc/self/clear_refs`` (Linux).
     """
 
     def __init__(self) -> None:
@@ -26,14 +26,14 @@ class PeakMemory:
         self._before = _peak() if _begin_anew() else None
 
     def beyond(self) -> int | None:
-        """The peak since construction beyond what was in use then, in bytes; None if it cannot be measured."""
+        """Peak since construction minus the memory in use then, in bytes; None if it cannot be measured."""
         return None if self._before is None else _peak() - self._before
 
 
 class PeakByPhase:
-    """The most memory that this process held in each of its phases, in bytes: cheap enough to be always on.
+    """Peak memory of this process in each of its phases, in bytes. Cheap enough to be always on.
 
-    On a CUDA device it is what PyTorch's allocator has handed out, elsewhere the resident memory. Nothing is recorded
+    It counts the memory from PyTorch's allocator on a CUDA device, and resident memory elsewhere. Records nothing
     where neither can be measured.
     """
 
@@ -43,13 +43,13 @@ class PeakByPhase:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count what runs in this context toward the phase ``name``, which may come in several pieces."""
+        """Count this context toward the phase ``name``, which may run in several pieces."""
         self._measurable = _begin_anew()
         yield
         self._record(name)
 
     def until_now(self, name: str) -> None:
-        """Count toward the phase ``name`` what has run since this was last called, or since a phase began."""
+        """Count the time since the last call, or since a phase began, toward the phase ``name``."""
         self._record(name)
         self._measurable = _begin_anew()
 
@@ -65,18 +65,18 @@ class PeakByPhase:
 
 
 class ReportsPeakMemory:
-    """Mixed into actors and vLLM's workers, one object per process, which a run's controller asks for their peaks."""
+    """A mixin for actors and vLLM's workers, one object per process: a run's controller queries their peaks."""
 
     @cached_property
     def peaks(self) -> PeakByPhase:
-        """The peaks of this process."""
+        """This process's peaks."""
         return PeakByPhase()
 
     def take_peak_memory(self, until_now: str | None = None) -> dict[str, int]:
         """The peaks by phase, in bytes, since this was last called.
 
         Args:
-            until_now: the phase that this process has been in since then, if it cannot know that itself.
+            until_now: the phase of this process since then, if it does not track phases itself.
         """
         if until_now is not None:
             self.peaks.until_now(until_now)
@@ -84,13 +84,13 @@ class ReportsPeakMemory:
 
 
 def _begin_anew() -> bool:
-    """Reset the peak to what is in use now; False if it cannot be measured."""
+    """Reset the peak to the current usage; False if it cannot be measured."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         return True
     try:
         (_PROCESS / "clear_refs").write_text("5")
-    except OSError:  # no Linux, or a container that keeps /proc to itself
+    except OSError:  # not Linux, or a container with a read-only /proc
         return False
     return True
 

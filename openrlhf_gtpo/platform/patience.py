@@ -1,4 +1,4 @@
-"""Whose silence counts: an agent's own, not that of what it waits for. ``training/rollout/rewards.py`` reads it."""
+"""Tracks an agent's own silence, without the time it waits for others. ``training/rollout/rewards.py`` reads it."""
 
 import math
 import time
@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-# When the user's code that the current task waits for began to work, infinity while others work for it; and how many
-# calls those others have.
+# When the user's code behind the current task began to work (infinity while others work for it), and how many such
+# calls to others are open.
 since: ContextVar[list[float]] = ContextVar("since")
 
 
 @contextmanager
 def others_work() -> Iterator[None]:
-    """Within this block, time does not count for the agent: the engine works for it, or it waits for its turn."""
+    """Stop an agent's clock within this block, because it waits for the engine or for its turn."""
     began = since.get([0.0, 0])
     began[0] = math.inf
     began[1] += 1

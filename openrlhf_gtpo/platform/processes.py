@@ -1,9 +1,9 @@
-"""Runs a function in several processes of this host, joined by ``torch.distributed``: what ``torchrun`` does, from
-inside a command line. Such processes and the store where they meet listen only on the loopback interface.
+"""Runs a function in several processes of this host, joined by ``torch.distributed``: like ``torchrun``, but from
+inside a command line. The processes and their rendezvous store listen only on the loopback interface.
 
 If ``torchrun`` or ``srun`` has already started the processes, on one host or many, the function runs in this one.
-``torch.distributed.launcher`` would start them too, but its stores listen on every interface. It also returns a rank's
-exception as text (torch 2.13), in which no command could recognize a user's mistake.
+``torch.distributed.launcher`` could start them too, but its stores listen on every interface. It also returns a rank's
+exception as text (torch 2.13), so a command could not recognize a user's mistake.
 """
 
 import contextlib
@@ -23,23 +23,23 @@ from typing import Any, TypeVar
 from openrlhf_gtpo import platform
 
 _LOOPBACK = "127.0.0.1"
-# Seconds until a rank's death shows, after another rank has raised an error that a lost connection may explain; also
-# how long a rank may take to end after a SIGTERM.
+# After a rank raised an error that a lost connection may explain, seconds to wait for another rank's death. Also how
+# long a rank may take to end after a SIGTERM.
 _SECONDS_TO_DIE = 2
 
 T = TypeVar("T")
 
 
 class LaunchError(ValueError):
-    """Processes cannot be started as asked for; raised before any starts."""
+    """The requested processes cannot be started. Raised before any starts."""
 
 
 class ProcessFailed(RuntimeError):
-    """A rank raised an exception, or ended without an answer.
+    """A rank raised an exception, or ended without a result.
 
     Fields:
-        rank: of the process.
-        reason: the traceback in that process, or how it ended.
+        rank: the process's rank.
+        reason: its traceback, or how it ended.
     """
 
     def __init__(self, rank: int, reason: str) -> None:
@@ -49,7 +49,7 @@ class ProcessFailed(RuntimeError):
 
 
 def launched_world_size() -> int | None:
-    """Number of processes that ``torchrun`` or ``srun`` has started, including this one; None if this one is alone.
+    """Return the number of processes that ``torchrun`` or ``srun`` has started, including this one; None without them.
 
     Raises:
         LaunchError: the launcher's environment is incomplete, or the rank is not below the size.
@@ -68,7 +68,7 @@ def launched_world_size() -> int | None:
 
 
 def is_first_process() -> bool:
-    """True in the process that speaks for the whole launch: rank 0, or the only one that the user has started."""
+    """True in the process that prints for the whole launch: rank 0, or the only one that the user has started."""
     return not {"RANK", "WORLD_SIZE"} <= os.environ.keys() or os.environ["RANK"] == "0"
 
 
@@ -103,12 +103,12 @@ def run_processes(function: Callable[..., T], world_size: int, *args: Any) -> T:
 
     if chosen == "cuda" and torch.cuda.device_count() < world_size:
         raise LaunchError(
-            f"{world_size} processes need a GPU each, and this host has {torch.cuda.device_count()}; ask for fewer, "
-            "or start this command on several hosts with torchrun."
+            f"{world_size} processes need a GPU each, and this host has {torch.cuda.device_count()}; use fewer, or "
+            "start this command on several hosts with torchrun."
         )
     listener = socket.create_server((_LOOPBACK, 0))
     port = listener.getsockname()[1]
-    # In this process rather than in rank 0, which may end before the others. The store owns the socket from here on.
+    # The store runs in this process, because rank 0 may end before the others. The store now owns the socket.
     store = torch.distributed.TCPStore(
         _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
@@ -119,7 +119,7 @@ def run_processes(function: Callable[..., T], world_size: int, *args: Any) -> T:
 
 
 def _platform_environment(chosen: str) -> dict[str, str]:
-    # A run that is meant to be without CUDA must not find a device on a host that has one.
+    # A CPU run must not find a device on a host that has one.
     return {platform.PLATFORM_VARIABLE: chosen} | ({"CUDA_VISIBLE_DEVICES": ""} if chosen == "cpu" else {})
 
 
@@ -141,15 +141,17 @@ def _shared_environment(chosen: str, world_size: int, port: int) -> dict[str, st
 
 
 def _run_here(function: Callable[..., T], args: tuple, world_size: int, shared: Mapping[str, str]) -> T:
-    """As :func:`run_processes`. A dead rank is named before one that raised: losing the connection may be why it
-    raised. Of several that raised, the first is named."""
+    """Implement :func:`run_processes` on this host. A dead rank is reported before one that raised, because the lost
+    connection may be why it raised. If several raised, the first is reported."""
     from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
-    work = pickle.dumps((function, args))  # before anything starts: a function that cannot be pickled is refused here
+    work = pickle.dumps((function, args))  # before anything starts: raises if the function cannot be pickled
     with TemporaryDirectory() as name:
         folder = Path(name)
-        logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # about ranks that it terminates
-        # Set before the start: OpenMP reads its variables when torch is loaded, which is before `_serve`.
+        logging.getLogger("torch.multiprocessing.spawn").setLevel(
+            logging.ERROR
+        )  # silences warnings about terminated ranks
+        # Set before the start: OpenMP reads its variables when torch is imported, before `_serve` runs.
         with _environment(shared):
             context = start_processes(_serve, (work, folder), world_size, join=False, start_method="spawn")
         try:
@@ -158,7 +160,7 @@ def _run_here(function: Callable[..., T], args: tuple, world_size: int, shared: 
             return pickle.loads((folder / "result").read_bytes())
         except (ProcessExitedException, ProcessRaisedException) as failed:
             dead = [
-                ProcessFailed(rank, f"the process {_ending(process.exitcode)} and left no message of its own here")
+                ProcessFailed(rank, f"the process {_ending(process.exitcode)} without a message")
                 for rank, process in enumerate(context.processes)
                 if process.exitcode not in (0, -signal.SIGTERM) and not (folder / str(rank)).exists()
             ]
@@ -181,14 +183,14 @@ def _ending(code: int) -> str:
 
 
 def _serve(rank: int, work: bytes, folder: Path) -> None:
-    """The main function of a rank: leave rank 0's result in ``folder``, or this rank's exception (None unless it is a
-    ValueError) and traceback."""
+    """Run a rank: write rank 0's result, or this rank's exception (None unless it is a ValueError) and traceback, to
+    ``folder``."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank)})
     try:
         import torch
 
-        # The function's module may import what the platform has to prepare first.
+        # Unpickle last: the function's module may import packages that the platform has to prepare first.
         platform.activate()
         function, args = pickle.loads(work)
         store = torch.distributed.TCPStore(
@@ -198,11 +200,11 @@ def _serve(rank: int, work: bytes, folder: Path) -> None:
             result = function(*args)
         if rank == 0:
             (folder / "result").write_bytes(pickle.dumps(result))
-    except BaseException as error:  # SystemExit too: a rank that ends silently leaves the others waiting
+    except BaseException as error:  # SystemExit too: if a rank ends silently, the others wait forever
         text = traceback.format_exc()
         try:
             message = pickle.dumps((error if isinstance(error, ValueError) else None, text))
-        except Exception:  # an exception's own class may refuse in any way
+        except Exception:  # an exception's class may fail in any way
             message = pickle.dumps((None, text))
         (folder / str(rank)).write_bytes(message)
         os._exit(1)
@@ -210,7 +212,7 @@ def _serve(rank: int, work: bytes, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _process_group(store: Any) -> Iterator[None]:
-    """The default process group of this rank, over ``store`` or what the launcher's environment names."""
+    """Create the default process group, over ``store`` or the address in the launcher's environment."""
     import torch
 
     platform.activate()
@@ -222,15 +224,15 @@ def _process_group(store: Any) -> Iterator[None]:
         torch.cuda.set_device(local_rank)
     where = {"store": store} if store is not None else {"init_method": "env://"}
     torch.distributed.init_process_group(backend, rank=rank, world_size=world_size, **where)
-    torch.distributed.barrier()  # a rank that is done at once would close connections that others are still making
+    torch.distributed.barrier()  # a rank that ends at once would close connections that others are still opening
     yield
-    # Not after an exception: other ranks may be waiting for this one, and it would wait for them.
+    # Not after an exception: other ranks may wait for this one, and it would wait for them.
     torch.distributed.destroy_process_group()
 
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Within this context, ``values`` are in this process's environment, and new processes inherit them."""
+    """Set ``values`` in this process's environment within this context; new processes inherit them."""
     before = {name: os.environ[name] for name in values if name in os.environ}
     os.environ.update(values)
     try:
@@ -242,8 +244,8 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _end_with_parent() -> None:
-    """Exit when the parent does: a killed parent cannot end its processes, which would hold their devices forever. The
-    signal that torch has sent then is not heard within a collective operation, or at all behind a shell's ``&``."""
+    """Exit when the parent does. A killed parent cannot end its children, which would hold their devices forever. The
+    signal that torch arranges is ignored inside a collective, and entirely behind a shell's ``&``."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

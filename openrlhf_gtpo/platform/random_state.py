@@ -1,4 +1,4 @@
-"""The state of every generator that training may draw from in this process, as plain values and tensors."""
+"""The state of every random generator that training may use in this process, as plain values and tensors."""
 
 import random
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """The state of Python's, NumPy's and torch's generators, and of the current CUDA device's."""
+    """Return the state of Python's, NumPy's and torch's generators, and of the current CUDA device's."""
     legacy: Any = numpy.random.get_state()  # ("MT19937", (624,) keys, position, ...)
     numbers = (legacy[0], legacy[1].tolist(), *legacy[2:])
     state = {"python": random.getstate(), "numpy": numbers, "torch": torch.get_rng_state()}
@@ -16,7 +16,7 @@ def random_state() -> dict[str, Any]:
 
 
 def apply_random_state(state: dict[str, Any]) -> None:
-    """The inverse of :func:`random_state`."""
+    """Restore a state that :func:`random_state` returned."""
     random.setstate(state["python"])
     numpy.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

@@ -1,5 +1,5 @@
-"""The rows of JSON and CSV files, with values as they are written. ``datasets`` would give each column one type (3
-beside 3.5 arrives as 3.0, ISO dates as ``datetime``, "007" as 7, a message without a name with a name of None)."""
+"""Readers of JSON and CSV rows that keep values as written. ``datasets`` would give each column one type: 3 beside 3.5
+becomes 3.0, ISO dates ``datetime``, "007" becomes 7, and a message without a name gets the name None."""
 
 import csv
 import json
@@ -16,10 +16,10 @@ _BLANK, _DECODER = re.compile(r"\s*"), json.JSONDecoder()
 
 
 def json_rows(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON file, which stand one after another or in a list, with the values of ``json``.
+    """Yield the objects of a JSON file, one after another or in a list, with the values of ``json``.
 
     Raises:
-        UsageError: what cannot be read, with its line or row.
+        UsageError: a row cannot be read. The message names its line or number.
     """
     with Path(path).open("rb") as file:
         values = chain.from_iterable(_values(line, number, file, path) for number, line in enumerate(file, 1))
@@ -34,7 +34,7 @@ def csv_rows(path: str | Path, delimiter: str = ",") -> Iterator[dict[str, Any]]
     """Yield the rows of a CSV file with a header, each cell as its text; None for an empty one.
 
     Raises:
-        UsageError: what cannot be read, with its line.
+        UsageError: a row cannot be read. The message names its line.
     """
     csv.field_size_limit(sys.maxsize)
     with Path(path).open(encoding="utf-8-sig", newline="") as file:
@@ -49,7 +49,8 @@ def csv_rows(path: str | Path, delimiter: str = ",") -> Iterator[dict[str, Any]]
 
 
 def _values(line: bytes, number: int, file: BinaryIO, path: str | Path) -> list[Any]:
-    """The JSON values of a line, or of the rest of the file if the line is not one value; of a list, its items."""
+    """Parse the JSON values of a line, or of the rest of the file if the line is not one value. Lists give their
+    items."""
     encoding = "utf-8-sig" if number == 1 else "utf-8"
     values: list[Any] = []
     try:
@@ -67,6 +68,6 @@ def _values(line: bytes, number: int, file: BinaryIO, path: str | Path) -> list[
         raise UsageError(f"{path}: line {number} is not in UTF-8; convert it, for example with iconv.") from error
     except ValueError as error:
         number += getattr(error, "lineno", 1) - 1
-        reason = getattr(error, "msg", error)  # without: a number of more digits than Python reads
+        reason = getattr(error, "msg", error)  # no msg: a number with too many digits for Python
         raise UsageError(f"{path}: line {number} is not JSON ({reason}); give one row per line.") from error
     return [item for value in values for item in (value if isinstance(value, list) else [value])]

@@ -1,8 +1,8 @@
 """FlashAttention over packed rows with torch's own kernels, for CUDA hosts without flash-attn.
 
-OpenRLHF packs rows into one, whose position ids begin again at 0, and leaves it to the attention to keep them apart.
-Transformers does that with flash-attn, or with ``sdpa`` and a mask of T x T. Here ``torch.nn.attention.varlen``, which
-needs no mask, is what Transformers calls where ``attn_implementation`` is ``NAME``.
+OpenRLHF packs rows into one, whose position ids restart at 0, and the attention has to keep them apart. Transformers
+does that with flash-attn, or with ``sdpa`` and a T x T mask. With ``attn_implementation`` ``NAME``, it calls
+``torch.nn.attention.varlen``, which needs no mask.
 """
 
 import inspect
@@ -15,7 +15,7 @@ NAME = "varlen"
 
 
 def is_available() -> bool:
-    """True if torch has these kernels with a window and a scale, as it has from 2.11 on."""
+    """True if torch has these kernels with a window and a scale, which needs 2.11."""
     try:
         return {"window_size", "scale"} <= _parameters()
     except ImportError:
@@ -23,12 +23,12 @@ def is_available() -> bool:
 
 
 def register() -> None:
-    """Make ``NAME`` an attention of Transformers in this process. Safe to call twice."""
+    """Register ``NAME`` as an attention of Transformers in this process. Safe to call twice."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import flash_attention_mask
 
     AttentionInterface.register(NAME, varlen_attention)
-    AttentionMaskInterface.register(NAME, flash_attention_mask)  # none, but for padding
+    AttentionMaskInterface.register(NAME, flash_attention_mask)  # no mask, except for padding
 
 
 def varlen_attention(
@@ -47,7 +47,7 @@ def varlen_attention(
     is_causal: bool | None = None,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each packed row, called as Transformers calls it.
+    """Compute causal attention within each packed row, with Transformers' calling convention.
 
     Args:
         query, key, value: (1, H, T, D) in half precision; key and value may have fewer heads.
@@ -58,14 +58,14 @@ def varlen_attention(
         (1, T, H, D), and None in place of weights.
 
     Raises:
-        ValueError: rows are padded, or the model wants what these kernels lack.
+        ValueError: rows are padded, or the model needs something that these kernels lack.
     """
     padded = attention_mask is not None or len(query) != 1
     bidirectional = is_causal is False or not getattr(module, "is_causal", True)
     if padded or bidirectional or dropout or softcap is not None or s_aux is not None:
         raise ValueError(
-            f"Attention {NAME!r} is causal, over packed rows, without dropout, soft cap or sinks: give "
-            "--ds.attn_implementation sdpa, or install flash-attn."
+            f"Attention {NAME!r} supports only causal attention over packed rows, without dropout, soft cap or "
+            "sinks: give --ds.attn_implementation sdpa, or install flash-attn."
         )
     bounds, longest = _rows(position_ids)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
@@ -84,19 +84,19 @@ def causal(
     window: int | None = None,
 ) -> torch.Tensor:
     """Map packed (T, H, D) queries and (K, G, D) keys and values to (T, H, D). The last query of a row sees all of the
-    row's keys, of which there may be more than queries; with ``window``, that many of the last ones."""
+    row's keys, which may outnumber the queries; with ``window``, only that many of the last ones."""
     from torch.nn.attention.varlen import varlen_attn
 
     sizes = query_bounds, key_bounds, most_queries, most_keys
-    grouped = {"enable_gqa": True} if "enable_gqa" in _parameters() else {}  # torch 2.11 groups heads unasked
+    grouped = {"enable_gqa": True} if "enable_gqa" in _parameters() else {}  # torch 2.11 groups heads without the flag
     seen = (-1 if window is None else window - 1, 0)
     return varlen_attn(query, key, value, *sizes, scale=scale, window_size=seen, **grouped)
 
 
 @lru_cache(maxsize=1)
 def _rows(position_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Where the rows of ``position_ids`` (1, T) begin and end, (N + 1,), and the longest row's length. All layers ask
-    for the same tensor, and the GPU waits for each answer."""
+    """The bounds of the rows in ``position_ids`` (1, T), (N + 1,), and the longest row's length. Cached, because all
+    layers ask with the same tensor, and each computation stalls the GPU."""
     bounds = torch.nn.functional.pad((position_ids[0] == 0).nonzero()[:, 0], (0, 1), value=position_ids.shape[1])
     return bounds.int(), int(bounds.diff().max())
 

@@ -1,4 +1,4 @@
-"""Scores of a model from several answers to each question: mean@k, pass@k, best@k and majority@k."""
+"""A model's scores over several answers to each question: mean@k, pass@k, best@k and majority@k."""
 
 import math
 from collections import defaultdict
@@ -10,9 +10,9 @@ from openrlhf_gtpo.report.metrics import decimals
 
 
 def best_of(scores: Sequence[float], k: int) -> float:
-    """The mean best score of ``k`` answers, over all draws from ``scores`` without replacement.
+    """Compute the expected best of ``k`` scores drawn from ``scores`` without replacement.
 
-    Of n scores that are 1 for c correct answers and 0 otherwise, it is pass@k, 1 - C(n - c, k) / C(n, k), the unbiased
+    For n scores, 1 for c correct answers and 0 otherwise, this is pass@k, 1 - C(n - c, k) / C(n, k), the unbiased
     estimate of arXiv 2107.03374, Eq. 1.
     """
     ranked = enumerate(sorted(scores))
@@ -20,11 +20,11 @@ def best_of(scores: Sequence[float], k: int) -> float:
 
 
 def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
-    """1 if the most frequent answer is correct, else 0; if several are equally frequent, the share that is correct.
+    """Return 1 if the most frequent answer is correct, else 0; of several equally frequent, the share that is correct.
 
     Args:
-        answers: as text; None for a response without an answer, which has no vote. Without any vote the result is 0.
-        correct: whether each answer is.
+        answers: as text; None for a response without an answer, which does not vote. Without any vote the result is 0.
+        correct: whether each answer is correct.
     """
     votes: dict[str, list[bool]] = defaultdict(list)
     for answer, right in zip(answers, correct, strict=True):
@@ -36,15 +36,15 @@ def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
 
 
 def per_question(questions: Sequence[Mapping[str, Any]], correct: Sequence[Sequence[bool]]) -> dict[str, list[float]]:
-    """The scores of each question.
+    """Compute the scores of each question.
 
     Args:
         questions: each has a list of k for ``scores``, ``lengths`` (tokens), ``cut_off``, and a list or None for
             ``entropies`` (nats) and ``answers``.
-        correct: whether each answer is, for each question.
+        correct: whether each answer is correct, for each question.
 
     Returns:
-        a value for every question: ``mean@k`` of scores; ``pass@j`` for j = 1, 2, 4, … and k; ``best@k`` score;
+        A value for every question: ``mean@k`` of scores; ``pass@j`` for j = 1, 2, 4, … and k; ``best@k`` score;
         ``majority@k`` if all questions have answers; ``length``; ``cut_off``, a share; ``entropy`` if all have it.
     """
     by_measure: dict[str, list[float]] = defaultdict(list)
@@ -59,13 +59,13 @@ def per_question(questions: Sequence[Mapping[str, Any]], correct: Sequence[Seque
             by_measure[f"majority@{k}"].append(majority(question["answers"], right))
         by_measure["length"].append(fmean(question["lengths"]))
         by_measure["cut_off"].append(fmean(question["cut_off"]))
-        if question.get("entropies"):  # missing in older files
+        if question.get("entropies"):  # older files lack it
             by_measure["entropy"].append(fmean(question["entropies"]))
     return {name: values for name, values in by_measure.items() if len(values) == len(questions)}
 
 
 def summarize(by_measure: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float | None]]:
-    """Each number's mean over questions and its standard error (None for one question)."""
+    """Compute each score's mean over questions and its standard error (None for one question)."""
     return {
         name: (fmean(values), stdev(values) / len(values) ** 0.5 if len(values) > 1 else None)
         for name, values in by_measure.items()
@@ -73,7 +73,7 @@ def summarize(by_measure: Mapping[str, Sequence[float]]) -> dict[str, tuple[floa
 
 
 def table(summaries: Mapping[str, Mapping[str, tuple[float, float | None]]]) -> str:
-    """A markdown table with a row for each data set: means, ± standard errors where known."""
+    """Write a markdown table with a row for each data set: means, ± standard errors where known."""
 
     def cell(mean: float, error: float | None) -> str:
         return decimals(mean) + ("" if error is None else f" ± {decimals(error)}")

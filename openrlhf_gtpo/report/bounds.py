@@ -1,8 +1,8 @@
-"""Where a run's time went, what bounds each phase, and how much at most a flag would shorten it.
+"""Where a run's time went, what bounds each phase, and an upper bound on how much a flag would save.
 
-All of it follows from the run's own numbers: a bound takes away what a flag can take away, and leaves everything else
-as it was measured. The flags are those that the run's settings allow; the trainer names them (``offer/*`` in the first
-line of ``metrics.jsonl``).
+Everything follows from the run's own numbers: a bound removes the time that a flag can remove, and keeps everything
+else as measured. Only flags that the run's settings allow count. The trainer names them (``offer/*`` in the first line
+of ``metrics.jsonl``).
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,16 +12,16 @@ from typing import NamedTuple
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import Rows, series
 
-_WORTH = 1.02  # times as fast, from which on a flag is named
+_WORTH = 1.02  # speedup from which a flag is worth naming
 
 
 class Gain(NamedTuple):
-    """How much faster a run would be at most.
+    """An upper bound on how much faster a run would be.
 
     Fields:
-        factor: seconds of the run as it was over seconds with ``flags``, at most.
-        flags: what to give.
-        why: what they take away, as a clause.
+        factor: upper bound on the speedup with ``flags``.
+        flags: the flags to give.
+        why: what they remove, as a clause.
     """
 
     factor: float
@@ -30,7 +30,7 @@ class Gain(NamedTuple):
 
 
 def notes(rows: Rows) -> dict[str, str]:
-    """What bounds a phase, by phase; without those of which the run has no number."""
+    """Describe what bounds each phase, for the phases that the run has numbers for."""
     found = {}
     mean, most = _median(rows, names.RESPONSE_LENGTH_MEAN), _median(rows, names.RESPONSE_LENGTH_MAX)
     if mean and most:
@@ -47,7 +47,7 @@ def notes(rows: Rows) -> dict[str, str]:
 
 
 def between_steps(rows: Rows) -> float:
-    """Seconds outside of steps, for evaluations and checkpoints, since each start's first step."""
+    """Sum the seconds between steps, for evaluations and checkpoints, since each start's first step."""
     seconds, since = 0.0, None
     for row in sorted(rows, key=lambda row: row["time"]):
         if row["kind"] == names.KIND_RUN and not row.get("ended"):
@@ -56,13 +56,13 @@ def between_steps(rows: Rows) -> float:
             if since is not None:
                 seconds += max(0.0, row["time"] - since - row[names.TIMING_STEP_WALL])
             since = row["time"]
-        elif since is not None:  # behind the last step
+        elif since is not None:  # after the last step
             seconds, since = seconds + row["time"] - since, row["time"]
     return seconds
 
 
 def gains(rows: Rows) -> list[Gain]:
-    """What would have shortened the run, most first; without what gains next to nothing."""
+    """List what would have shortened the run, largest gain first, without negligible gains."""
     offers: dict[str, str] = {}
     for row in rows:
         offers |= {name: text for name, text in row.items() if name.startswith(names.OFFER_PREFIX)}
@@ -75,7 +75,7 @@ def gains(rows: Rows) -> list[Gain]:
 
 
 def _bounds(rows: Rows, offers: Mapping[str, str]) -> Iterator[tuple[str, float, float, str]]:
-    """Offers with the seconds of a step, or of the run, and those that are left at least."""
+    """Each offer with the seconds of a step, or of the run, and a lower bound on the seconds with it."""
     step = _median(rows, names.TIMING_STEP_WALL)
     phases = [_median(rows, names.timing(phase)) for phase in (*names.PHASES, names.OLD_LOG_PROBS)]
     if step is None or None in phases[:4]:
@@ -83,7 +83,7 @@ def _bounds(rows: Rows, offers: Mapping[str, str]) -> Iterator[tuple[str, float,
     sampling, _, training, _, forward = (seconds or 0.0 for seconds in phases)
     waits = _median(rows, names.IDLE_TRAINER)
     if waits is None:
-        why = "engines, on GPUs of their own, sample while the policy trains"
+        why = "engines on their own GPUs sample while the policy trains"
         also = forward if "--rollout.entropy" in offers.get(names.OFFER_ONE_STEP_OFF, "") else 0.0
         yield names.OFFER_ONE_STEP_OFF, step, max(sampling, step - sampling - also), why
     else:
@@ -102,13 +102,13 @@ def _bounds(rows: Rows, offers: Mapping[str, str]) -> Iterator[tuple[str, float,
         if prompts and responses and computed and tokens:
             once = (prompts / samples + responses) / (computed * (prompts + responses) / tokens)
             left = step - (training + forward) * (1 - min(1.0, once))
-            yield names.OFFER_SHARED_PROMPTS, step, left, "a prompt is computed once for its responses"
+            yield names.OFFER_SHARED_PROMPTS, step, left, "each prompt is computed once for all its responses"
     steps, walls = series(rows, names.KIND_TRAIN, names.TIMING_STEP_WALL)
     every = [int(word) for word in offers.get(names.OFFER_RARER, "").split() if word.isdigit()]
-    if max(every, default=0) <= steps[-1]:  # otherwise the run would have none at all
+    if max(every, default=0) <= steps[-1]:  # half of one would be none
         outside = between_steps(rows)
         run = outside + sum(walls)
-        yield names.OFFER_RARER, run, run - outside / 2, "evaluations and checkpoints are half as many"
+        yield names.OFFER_RARER, run, run - outside / 2, "half as many evaluations and checkpoints"
 
 
 def _median(rows: Rows, name: str) -> float | None:

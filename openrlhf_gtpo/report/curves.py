@@ -1,6 +1,6 @@
 """Plots of runs: one run's reward, entropy and response length over steps, and several runs against each other.
 
-Draws what `metrics.read_runs` returns and computes only means over seeds and data sources.
+Draws the runs of `metrics.read_runs`, and computes only means over seeds and data sources.
 """
 
 import io
@@ -22,14 +22,20 @@ from matplotlib.ticker import MaxNLocator
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import Rows, before_and_after, datasource_of, held_out_names, idle_steps, series
 
-# Okabe and Ito's colors, which stay apart for every common kind of color blindness. Black is for "all".
+# Okabe and Ito's colors, distinct for every common kind of color blindness. Black is for "all".
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666")
 STYLE = {"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False}
-STYLE["text.parse_math"] = False  # a title or a label may have any text
+STYLE["text.parse_math"] = False  # titles and labels may contain any text
 MARKERS = ("D", "s", "^", "v", "P", "X", "*")
-LINES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (3, 1, 1, 1, 1, 1)))  # the next one after each round of colors
-_NORMAL = 1.96  # standard errors to either side of a 95 % interval
-_INK = "#010203"  # in a figure; its SVG takes the color of the page around it
+LINES: tuple[Any, ...] = (
+    "-",
+    "--",
+    ":",
+    "-.",
+    (0, (3, 1, 1, 1, 1, 1)),
+)  # line styles, the next one after each round of colors
+_NORMAL = 1.96  # half width of a 95 % interval, in standard errors
+_INK = "#010203"  # the text's color in a figure; its SVG takes the page's
 _IN_PAGE = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK)
 _SVG = {"svg.fonttype": "none", "svg.hashsalt": "", "legend.labelcolor": _INK}
 
@@ -37,11 +43,11 @@ Points = tuple[Sequence[int], Sequence[float]]  # steps and values
 
 
 def plot_run(metrics: Rows, png_path: str | Path, title: str = "") -> Path:
-    """Three panels over steps: reward (training mean, held-out points), policy entropy, response length. Held-out
+    """Plot three panels over steps: reward (training mean, held-out points), policy entropy, response length. Held-out
     points have 95 % intervals over questions, and steps in which nothing was learned are shaded.
 
-    What a run lacks (evaluations, entropies) is left out of its panel; an empty panel says so. Parents of `png_path`
-    are created.
+    Missing series (evaluations, entropies) are left out, and an empty panel says so. Creates the parents of
+    `png_path`.
     """
     train = names.KIND_TRAIN
     with matplotlib.rc_context(STYLE):
@@ -77,17 +83,17 @@ def plot_run(metrics: Rows, png_path: str | Path, title: str = "") -> Path:
             (length, "Response length", "tokens"),
         ):
             _finish(axes, panel, unit)
-            if axes.lines:  # below the panel, where it hides no data
+            if axes.lines:  # below the panel, so that it hides no data
                 axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False, fontsize=9)
         return save(figure, png_path, title)
 
 
 def plot_comparison(runs: Mapping[str, Sequence[Rows]], png_path: str | Path, title: str = "") -> Path:
-    """Several runs (seeds) per label: training reward and entropy over steps, and held-out reward before and after.
+    """Plot several runs (seeds) per label: training reward and entropy over steps, held-out reward before and after.
 
     Each run is a thin line, and each label's mean over the runs that have a step is a thick one. In the last panel a
-    run is a line from its held-out reward before training to that after it (mean over data sources); a run that
-    lacks one of them is left out.
+    run is a line from its held-out reward before training to the one after it (mean over data sources). A run that
+    lacks either is left out.
     """
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(13, 4.2 + 0.2 * math.ceil(len(runs) / 4)), layout="constrained")  # and its legend
@@ -104,8 +110,8 @@ def plot_comparison(runs: Mapping[str, Sequence[Rows]], png_path: str | Path, ti
         _finish(reward, "Training reward", "mean reward")
         _finish(entropy, "Policy entropy", "nats per token")
         _finish(held_out, "Held-out reward", "mean reward", over_steps=False)
-        # One legend below all panels, where the same colors mean the same runs.
-        panels = (held_out, entropy, reward)  # a label may be in only one of them
+        # One legend below all panels, because they share their colors.
+        panels = (held_out, entropy, reward)  # a label may be in only one panel
         legend = {label: drawn for axes in panels for drawn, label in zip(*axes.get_legend_handles_labels())}
         if legend:
             ncols = min(4, len(legend))
@@ -116,13 +122,13 @@ def plot_comparison(runs: Mapping[str, Sequence[Rows]], png_path: str | Path, ti
 
 
 def plot_figures(runs: Mapping[str, Sequence[Rows]], folder: Path) -> dict[str, Path]:
-    """The paper's four figures, each as a PNG and an SVG in ``folder``: entropy, response length, and the mean over
-    held-out questions of the best of 32 and of 16 responses.
+    """Plot the paper's four figures, each as a PNG and an SVG in ``folder``: entropy, response length, and the mean
+    over held-out questions of the best of 32 and of 16 responses.
 
-    If no run was evaluated with that many, the best of a rollout's responses to a prompt, and their mean, stand in.
+    If no run was evaluated with that many, the best and the mean of a rollout's responses to a prompt replace them.
 
     Returns:
-        the SVGs by title. Their text takes the color and the font of the page that includes them.
+        The SVGs by title. Their text takes the color and the font of the page that includes them.
     """
 
     def train(name: str) -> Callable[[Rows], Points]:
@@ -166,14 +172,14 @@ def plot_figures(runs: Mapping[str, Sequence[Rows]], folder: Path) -> dict[str, 
 
 
 def _best_of(rows: Rows, k: int) -> Points:
-    """Steps and mean best rewards of evaluations with ``k`` responses to a question; mean over data sources."""
+    """Steps, and mean best rewards of evaluations with ``k`` responses to a question, averaged over data sources."""
     form = re.compile(names.eval_best_of(".*", k))
     recorded = {name for row in rows if row["kind"] == names.KIND_EVAL for name in row if form.fullmatch(name)}
     return _mean_by_step([series(rows, names.KIND_EVAL, name) for name in recorded])
 
 
 def _mean_by_step(lines: Sequence[Points]) -> Points:
-    """The steps that any of the lines has, and at each the mean over those that have it."""
+    """The steps of any of the lines, and at each step the mean over the lines that have it."""
     by_step: dict[int, list[float]] = {}
     for steps, values in lines:
         for step, value in zip(steps, values):
@@ -182,7 +188,7 @@ def _mean_by_step(lines: Sequence[Points]) -> Points:
 
 
 def save(figure: Figure, png_path: str | Path, title: str = "") -> Path:
-    """Write a figure as PNG; parents of ``png_path`` are created."""
+    """Write a figure as PNG, and create the parents of ``png_path``."""
     if title:
         figure.suptitle(title)
     path = Path(png_path)
@@ -192,7 +198,7 @@ def save(figure: Figure, png_path: str | Path, title: str = "") -> Path:
 
 
 def _write(figure: Figure, path: Path, kind: str, **options: Any) -> None:
-    """Write a figure, so that it is at ``path`` whole or not at all."""
+    """Write a figure to ``path`` atomically."""
     drawn = io.BytesIO()
     figure.savefig(drawn, format=kind, **options)
     content = drawn.getvalue()
@@ -207,7 +213,7 @@ def _write(figure: Figure, path: Path, kind: str, **options: Any) -> None:
 
 
 def _mean_before_and_after(rows: Rows) -> list[float]:
-    """The mean before and the mean after, over the data sources that have both; empty if none has."""
+    """The means before and after, over the data sources that have both; empty if none has."""
     pairs = [before_and_after(rows, name) for name in held_out_names(rows)]
     both = [(before, after) for before, after in pairs if before is not None and after is not None]
     return [sum(values) / len(both) for values in zip(*both)]
@@ -247,7 +253,7 @@ def _finish(axes: Axes, title: str, y_label: str, over_steps: bool = True) -> No
         axes.set_yticks([])
         return
     low, high = axes.get_ylim()
-    if all(min(line.get_ydata()) >= 0 for line in axes.lines):  # the margin below a line of zeros is below zero
+    if all(min(line.get_ydata()) >= 0 for line in axes.lines):  # a line of zeros gets a margin below zero
         low = 0.0
     axes.set_ylim(low, high + 0.05 * (high - low))
     if over_steps:

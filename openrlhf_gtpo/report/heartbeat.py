@@ -1,7 +1,7 @@
-"""A run's sign of life: a file that its controller touches whenever it makes progress.
+"""A run's heartbeat: a file that its controller touches whenever it makes progress.
 
 The file is in a folder that all nodes share, because Ray chooses the controller's node. It is absent while engines and
-models load and while the trained model is written: those take as long as they take, and have their own limits.
+models load and while the trained model is written. Those take any time, and have their own limits.
 """
 
 import threading
@@ -14,7 +14,7 @@ _EVERY = 1.0  # seconds
 
 
 class Heartbeat:
-    """The sign of life of the run with its checkpoints in ``folder``, for its controller and for whoever watches."""
+    """The heartbeat of the run with its checkpoints in ``folder``, for its controller and its supervisor."""
 
     def __init__(self, folder: str | Path) -> None:
         self._path = Path(folder) / "heartbeat"
@@ -27,8 +27,7 @@ class Heartbeat:
         """Signal that the run is making progress.
 
         Args:
-            going_on: keep signaling until the next call, each time that this returns true, as long as this process is
-                not stopped.
+            going_on: keep signaling until the next call, whenever this returns true, unless this process is stopped.
         """
         self._end_beating()
         self._touch()
@@ -37,13 +36,13 @@ class Heartbeat:
             self._beating.start()
 
     def clear(self) -> None:
-        """Remove the sign, so that nobody waits for the next beat."""
+        """Remove the file, so that nobody waits for the next beat."""
         self._end_beating()
         self._path.unlink(missing_ok=True)
 
     def silence(self) -> float:
-        """Seconds since this process saw the last beat, by its own clock, because another node's may differ; 0 if no
-        beat is expected."""
+        """Seconds since this process saw the last beat, by its own clock, because nodes' clocks differ; 0 if no beat
+        is due."""
         try:
             beat = self._path.stat().st_mtime_ns
         except OSError:
@@ -53,7 +52,7 @@ class Heartbeat:
         return 0.0 if beat is None else time.monotonic() - self._seen
 
     def _touch(self) -> None:
-        with suppress(OSError):  # a full disk is no reason to stop
+        with suppress(OSError):  # a full disk must not stop the run
             self._path.parent.mkdir(parents=True, exist_ok=True)  # before the first checkpoint
             self._path.touch()
 

@@ -1,8 +1,8 @@
-"""A run's metrics as JSON lines: the writer that the trainer holds, and the reader that reports use.
+"""A run's metrics as JSON lines: the trainer's writer, and the reports' reader.
 
 One object per line: `{"kind": "train"|"eval"|"run", "step": int, "time": unix seconds, <metric name>: number, ...}`.
-Each start of the trainer writes a line of the kind "run" with the run's id, which a resumed run keeps; once the
-trained model is written, it writes the same with `"ended": true`.
+Each start of the trainer writes a line of the kind "run" with the run's id, which a resumed run keeps. Once the
+trained model is written, the trainer writes such a line with `"ended": true`.
 """
 
 import json
@@ -27,8 +27,8 @@ _ROOM = 2**20  # bytes of lines that may wait for a full disk
 
 
 class MetricsWriter:
-    """Appends a line per call and flushes it, so that a killed run loses at most the line it was writing. On a full
-    disk, lines wait in memory until there is room.
+    """Appends a line per call and flushes it, so that a killed run loses at most one line. On a full disk, lines wait
+    in memory until there is room.
 
     A resumed run appends to the same file; `read_runs` then keeps the later of two lines for one step.
     """
@@ -40,18 +40,18 @@ class MetricsWriter:
         self._file = open(path, "ab+", buffering=_ROOM)
         if self._file.tell():
             self._file.seek(-1, os.SEEK_END)
-            if self._file.read() != b"\n":  # the last run died while writing; its line must not swallow the next one
+            if self._file.read() != b"\n":  # the last run died while writing; end its partial line
                 self._file.write(b"\n")
 
     def begin(self, step: int, settings: Mapping[str, Any]) -> Rows:
-        """Append the first line of a start: the run's id, and what a reader must know about it.
+        """Append the first line of a start: the run's id and its settings.
 
         Args:
             step: the step after which a resumed run continues, with the id of the file's last run; 0 for a new one.
             settings: like the metrics of :meth:`write`.
 
         Returns:
-            the earlier lines of the run that is resumed.
+            The earlier lines of the resumed run.
         """
         earlier: Rows = []
         if step > 0:
@@ -63,12 +63,12 @@ class MetricsWriter:
         return earlier
 
     def end(self) -> None:
-        """Append the last line of a run that was begun and has completed."""
+        """Append the last line of a completed run."""
         self.write(names.KIND_RUN, self._step, self._run | {"ended": True})
         phase_file(self._path).unlink(missing_ok=True)
 
     def phase(self, name: str) -> None:
-        """Replace what the run is doing now, as :func:`show_phase`."""
+        """Show what the run is doing now, as :func:`show_phase`."""
         show_phase(self._path, name)
 
     def write(self, kind: str, step: int, metrics: Mapping[str, Any]) -> None:
@@ -78,8 +78,8 @@ class MetricsWriter:
             kind: "train", "eval" or "run".
             step: the step these numbers belong to; eval at step 0 is before training.
             metrics: flat names to numbers. Anything with `item()` (numpy and torch scalars, one-element tensors)
-                becomes a JSON number. NaN and infinities become null: JSON has no word for them, and "was computed, is
-                not a number" must not look like "was not computed". Strings, booleans and None pass as they are.
+                becomes a JSON number. NaN and infinities become null, because JSON lacks them, and a missing name
+                would mean "was not computed". Strings, booleans and None stay as they are.
 
         Raises:
             ValueError: an unknown kind, a reserved name, or a value of another type or shape.
@@ -96,12 +96,13 @@ class MetricsWriter:
             self._file.flush()
         except OSError as error:
             print(
-                f"Warning: {self._path} could not be written ({error.strerror}); its lines wait for room.", flush=True
+                (f"Warning: {self._path} could not be written ({error.strerror}); its lines wait in memory."),
+                flush=True,
             )
         self._step = int(step)
 
     def flush(self) -> None:
-        """Write lines that wait for room; raises OSError if there is none yet."""
+        """Write the lines that wait for room; raises OSError if there is none yet."""
         self._file.flush()
 
     def close(self) -> None:
@@ -109,28 +110,28 @@ class MetricsWriter:
 
 
 def phase_file(path: Path) -> Path:
-    """The file in which a run with the metrics file `path` says what it is doing."""
+    """The file in which a run with the metrics file `path` shows what it is doing."""
     return path.with_name(f"{path.name}.phase")
 
 
 def show_phase(path: str | Path | None, name: str) -> None:
-    """Replace what the run with the metrics file `path` is doing now, one of `names.STARTING` or `names.DOING`; this
-    is not part of its record. Nobody watches a run without the file."""
+    """Show what the run with the metrics file `path` is doing now: one of `names.STARTING` or `names.DOING`. This is
+    not part of its record. If the file is missing, nobody watches the run."""
     if path is None:
         return
-    with suppress(OSError):  # a full disk, on which a background save may just be failing
+    with suppress(OSError):  # a full disk; the background save that fills it may fail and free room
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         phase_file(Path(path)).write_text(name, encoding="utf-8")
 
 
 def read_runs(path: str | Path) -> list[list[dict[str, Any]]]:
-    """The runs of a metrics file, or of `metrics.jsonl` in a directory: the lines of each, in order of writing. For a
-    directory with OpenRLHF's TensorBoard files instead, the one run that they have.
+    """Read the runs of a metrics file, or of `metrics.jsonl` in a directory: the lines of each, in order of writing. A
+    directory with OpenRLHF's TensorBoard files gives one run.
 
     A run begins with a line of the kind "run" at step 0. A file of version 0.1 has no such line; there a run begins
-    where the first step comes again. An unreadable line is left out: a process that dies cuts off its last line, and
-    after a resume that line is in the middle of the file. From a resume on, earlier lines of later steps no longer
-    count, because the weights have not seen those steps; of a step that was repeated, the later line counts.
+    where the first step repeats. An unreadable line is left out: a dying process truncates its last line, and after a
+    resume that line is in the middle of the file. A resume discards earlier lines of later steps, because the weights
+    have not seen those steps. Of a repeated step, the later line counts.
 
     Raises:
         ValueError: the file is absent or unreadable, or none of its lines is a metrics line.
@@ -144,7 +145,7 @@ def read_runs(path: str | Path) -> list[list[dict[str, Any]]]:
     except OSError as error:
         raise ValueError(f"cannot read metrics from {file}: {error.strerror}") from None
     runs: list[dict[tuple[str, int], dict[str, Any]]] = [{}]
-    ends = [math.inf]  # of each run, the step that it was resumed from, until it has made another
+    ends = [math.inf]  # of each run, the step that it was resumed from, until its next step
     broken = last = 0
     for number, line in enumerate(lines, start=1):
         try:
@@ -204,19 +205,19 @@ def _read_tensorboard(folder: Path) -> list[dict[str, Any]]:
 
 
 def series(rows: Rows, kind: str, name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of one metric, in order of step, without the steps at which it is absent or null."""
+    """Return the steps and values of one metric in order of step, without steps at which it is absent or null."""
     points = sorted((row["step"], row[name]) for row in rows if row["kind"] == kind and is_number(row.get(name)))
     return [step for step, _ in points], [float(value) for _, value in points]
 
 
 def held_out_names(rows: Rows) -> list[str]:
-    """The names `eval_<datasource>_pass1` that a run has, sorted."""
+    """Return a run's names `eval_<datasource>_pass1`, sorted."""
     recorded = {name for row in rows if row["kind"] == names.KIND_EVAL for name in row}
     return sorted(n for n in recorded if n.startswith(names.EVAL_PREFIX) and n.endswith(names.EVAL_PASS1_SUFFIX))
 
 
 def before_and_after(rows: Rows, held_out_name: str) -> tuple[float | None, float | None]:
-    """Held-out reward before training (the evaluation at step 0) and after it (the last one at a later step).
+    """Return held-out reward before training (the evaluation at step 0) and after it (the last one at a later step).
 
     Either is None if the run has no such evaluation.
     """
@@ -226,29 +227,29 @@ def before_and_after(rows: Rows, held_out_name: str) -> tuple[float | None, floa
 
 
 def datasource_of(held_out_name: str) -> str:
-    """The data source in a held-out name, such as "products" in `eval_products_pass1`."""
+    """Return the data source in a held-out name, such as "products" in `eval_products_pass1`."""
     return held_out_name.removeprefix(names.EVAL_PREFIX).removesuffix(names.EVAL_PASS1_SUFFIX)
 
 
 def idle_steps(rows: Rows) -> list[int]:
-    """The training steps in which nothing was learned, as no group had anything to compare."""
+    """Return the training steps in which nothing was learned, because no group had anything to compare."""
     return [row["step"] for row in rows if row["kind"] == names.KIND_TRAIN and names.NOTHING_LEARNED in row]
 
 
 def idle_sentence(rows: Rows) -> str | None:
-    """How many of a run's steps those are, as a clause; None for none."""
+    """Count a run's idle steps in a clause; None if there are none."""
     idle, steps = len(idle_steps(rows)), sum(row["kind"] == names.KIND_TRAIN for row in rows)
     return f"nothing was learned in {idle} of {steps} steps" if idle else None
 
 
 def late_training_reward(rows: Rows) -> float | None:
-    """The mean training reward of the last tenth of a run's steps."""
+    """Return the mean training reward of the last tenth of a run's steps."""
     rewards = series(rows, names.KIND_TRAIN, names.REWARD_MEAN)[1]
     return fmean(rewards[-max(1, len(rewards) // 10) :]) if rewards else None
 
 
 def decimals(value: float, sign: str = "") -> str:
-    """A number with three decimals. Closer than 0.001 to 0 or 1, two digits of the distance are shown, unless it is
+    """Format a number with three decimals. Closer than 0.001 to 0 or 1, show two digits of the distance, unless it is
     rounding error. ``sign`` "+" shows the sign of positive numbers too."""
     apart = min(abs(value), abs(1 - abs(value)))
     places = 1 - math.floor(math.log10(apart)) if 1e-9 <= apart < 1e-3 else 3
@@ -256,7 +257,7 @@ def decimals(value: float, sign: str = "") -> str:
 
 
 def is_number(value: Any) -> bool:
-    """True if a value of a metrics line is a number, and not null, text or a boolean."""
+    """True if a value of a metrics line is a number, not null, text or a boolean."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

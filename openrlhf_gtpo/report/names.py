@@ -1,11 +1,11 @@
-"""The metric names that a run writes and a report reads: the one place where they are spelled.
+"""The metric names that a run writes and a report reads: the only place that spells them.
 
 The trainer writes them flat, one JSON object per step; see `metrics.py` for the file.
 """
 
 KIND_TRAIN = "train"
 KIND_EVAL = "eval"
-KIND_RUN = "run"  # once per start: the settings a reader needs to know what ran
+KIND_RUN = "run"  # once per start: the settings that tell a reader what ran
 
 REWARD_MEAN = "reward/mean"
 REWARD_MEAN_AT_G = "reward/mean_at_g"
@@ -19,16 +19,16 @@ ADVANTAGE_MAX = "advantage/max"
 CLIP_FRACTION = "clip/fraction"
 GROUPS_UNIFORM = "groups/uniform"  # groups whose rows all succeed or all fail
 GROUPS_TOTAL = "groups/total"
-GROUPS_CORRECT = "groups/correct"  # share of the rows that succeed, for surrogates that read it
-GROUPS_ACCURACY = "groups/accuracy"  # likewise, its mean over the rows
+GROUPS_CORRECT = "groups/correct"  # share of rows that succeed, for surrogates that read it
+GROUPS_ACCURACY = "groups/accuracy"  # likewise, mean over the rows
 RESPONSE_LENGTH_MEAN = "response_length/mean"  # tokens
 RESPONSE_LENGTH_MAX = "response_length/max"
 RESTARTS_ENGINES = "restarts/engines"  # since the start of the trainer
 STALENESS_MEAN = "staleness/mean"  # steps between the policy that sampled a token and the one that trains on it
 STALENESS_MAX = "staleness/max"
 STALENESS_SPREAD = "staleness/spread"  # steps between the oldest and the newest token of a group, on average
-IDLE_TRAINER = "idle/trainer"  # seconds of a step in which the trainer waited for engines
-IDLE_ENGINES = "idle/engines"  # seconds of a step in which engines had nothing to sample
+IDLE_TRAINER = "idle/trainer"  # seconds of a step that the trainer waited for engines
+IDLE_ENGINES = "idle/engines"  # seconds of a step that engines had nothing to sample
 DROPPED_PROMPTS = "rollout/dropped_prompts"  # of the step
 OFF_POLICY_ROWS = "rollout/off_policy_rows"  # share of the trained rows whose ratio is to another sampler's policy
 GUIDE_ROWS = "guide/rows"  # share of the trained rows that the guide sampled
@@ -37,18 +37,18 @@ GUIDE_REWARD = "guide/reward"  # mean over the guide's rows
 GUIDE_POLICY_REWARD = "guide/policy_reward"  # mean over the others
 RESCUE_ROWS = "rescue/rows"  # share of the trained rows that are in rescued groups
 RESCUE_QUEUED = "rescue/queued"  # prompts that wait for the guide
-RESCUE_RESCUED = "rescue/rescued"  # prompts that the guide has answered correctly since the run began
-RESCUE_GIVEN_UP = "rescue/given_up"  # likewise, prompts that neither could answer or that had to leave the full queue
+RESCUE_RESCUED = "rescue/rescued"  # prompts that the guide has answered correctly, since the run began
+RESCUE_GIVEN_UP = "rescue/given_up"  # likewise, prompts that neither could answer, or that a full queue dropped
 SAMPLE = "sample"  # the last characters of a prompt and its response as one text; only in metrics.jsonl
 SAMPLE_REWARD = "sample_reward"
-OUTCOMES = "outcomes"  # of a run's first rollout, as a sentence; only in metrics.jsonl
-WARNING_PREFIX = "warning/"  # texts, at the steps for which they are true; only in metrics.jsonl
+OUTCOMES = "outcomes"  # about a run's first rollout, a sentence; only in metrics.jsonl
+WARNING_PREFIX = "warning/"  # texts, at the steps that they apply to; only in metrics.jsonl
 NOTHING_LEARNED = "warning/groups"  # of a step
 
 FP8_PREFIX = "fp8/"  # an audit: the fields of algorithms.ErrorBudget
 FP8_SIGN_FLIPS = "fp8/sign_flips"
 FP8_ENTROPY_ERROR = "fp8/entropy_error_mean"  # nats
-FP8_IN_USE = "fp8/old_policy_in_fp8"  # 1, or 0 after the audit's gate has put the old policy's entropies back to BF16
+FP8_IN_USE = "fp8/old_policy_in_fp8"  # 1, or 0 after the audit's gate has switched the old policy's entropies to BF16
 
 SAMPLER_AUDIT = {  # fields of algorithms.ErrorBudget, for vLLM's sampler against the actor's forward
     "entropy_error_mean": "rollout/entropy_diff_mean",  # nats
@@ -57,28 +57,28 @@ SAMPLER_AUDIT = {  # fields of algorithms.ErrorBudget, for vLLM's sampler agains
     "share_rank_correlation": "rollout/share_rank_correlation",
     "sign_flips": "rollout/advantage_sign_flips",
 }
-SAMPLER_IN_USE = "rollout/entropy_of_sampler"  # 1, or 0 after the audit's gate has put the actor's in its place
-SAMPLER_MISSING = "rollout/tokens_without_entropy"  # action tokens that have the actor's values instead
+SAMPLER_IN_USE = "rollout/entropy_of_sampler"  # 1, or 0 after the audit's gate has switched to the actor's
+SAMPLER_MISSING = "rollout/tokens_without_entropy"  # action tokens that got the actor's values instead
 
 ROUTING_EXPERT_LOAD = "routing/expert_load"  # most tokens of an expert ÷ the mean, over layers
 ROUTING_EXPERT_LOAD_WORST = "routing/expert_load_worst"  # of any layer
 ROUTING_RANK_LOAD = "routing/rank_load"  # the same of ranks that share experts
 ROUTING_RANK_LOAD_WORST = "routing/rank_load_worst"
 ROUTING_FLIPS = "routing/flips"  # share of replayed tokens that the trainer's router would send elsewhere, over layers
-ROUTING_LIVE = "routing/live"  # share of tokens that it routed itself
+ROUTING_LIVE = "routing/live"  # share of tokens that the trainer's router placed
 ROUTING_LOG_PROB_DIFF = "routing/log_prob_diff"  # mean |log π of the old policy - log π of the sampler|
 ROUTING_LOG_PROB_DIFF_MAX = "routing/log_prob_diff_max"
 ROUTING_K3 = "routing/k3"  # an estimate of KL(sampler ‖ old policy)
 ROUTING_FAR = "routing/log_prob_diff_far"  # share of tokens where they differ by more than ln 2
 
-OPENRLHF = {  # its own names, in TensorBoard, for what a run of this package reports more exactly
+OPENRLHF = {  # OpenRLHF's names, in TensorBoard, of metrics that this package reports more exactly
     "reward": REWARD_MEAN,
     "response_length": RESPONSE_LENGTH_MEAN,
     "entropy_loss": ENTROPY_ALL,  # of the policy in training, with --actor.entropy_coef
 }
 
 TIMING_PREFIX = "timing/"  # seconds
-TIMING_ROLLOUT = "timing/rollout"  # that engines took for the step's rollout, if it was sampled ahead
+TIMING_ROLLOUT = "timing/rollout"  # engine seconds for the step's rollout, if it was sampled ahead
 TIMING_STEP_TOTAL = "timing/step_total"  # the sum of the phases
 TIMING_STEP_WALL = "timing/step_wall"  # without evaluation and checkpoints
 GENERATION, MAKE_EXPERIENCE, PPO_TRAIN, BROADCAST = "generation", "make_experience", "ppo_train", "broadcast"
@@ -102,28 +102,30 @@ DOING = {
 }
 TOKENS_PER_SECOND_PREFIX = "tokens_per_second/"
 
-TOKENS_PROMPT = "tokens/prompt"  # of every response's prompt, and of an environment's turns; no padding
+TOKENS_PROMPT = "tokens/prompt"  # every response's prompt, and an environment's turns; no padding
 TOKENS_RESPONSE = "tokens/response"  # sampled tokens, which are trained on
-TOKENS_SAMPLED = "tokens/sampled"  # of all responses, also those that dynamic sampling drops and a guide's rescues
-TOKENS_COMPUTED = "tokens/computed"  # in the training phase: with padding, and a shared prompt once a micro-batch
-TOKENS_ROWS = "tokens/rows"  # in the training phase: of the rows that it goes through, prompts and responses
-SAMPLES = "samples_per_prompt"  # in the run's first line, as are what its settings allow that might make it faster:
+TOKENS_SAMPLED = "tokens/sampled"  # all responses, also dropped by dynamic sampling and rescued by a guide
+TOKENS_COMPUTED = "tokens/computed"  # in the training phase: with padding, a shared prompt once per micro-batch
+TOKENS_ROWS = "tokens/rows"  # in the training phase: its rows' prompts and responses
+SAMPLES = (
+    "samples_per_prompt"  # in the run's first line, with the flags that its settings allow and that might speed it up:
+)
 OFFER_PREFIX = "offer/"
 OFFER_ONE_STEP_OFF = "offer/one_step_off"
 OFFER_IN_FLIGHT = "offer/in_flight"
 OFFER_SAMPLER_ENTROPY = "offer/sampler_entropy"
 OFFER_SHARED_PROMPTS = "offer/shared_prompts"
 OFFER_RARER = "offer/rarer"  # evaluations and checkpoints
-FLOPS_FORWARD = "flops/forward"  # of the matrix products of one forward pass of the policy over the step's tokens
+FLOPS_FORWARD = "flops/forward"  # matrix products of one forward pass of the policy over the step's tokens
 PEAK_MEMORY_PREFIX = "peak_memory_gib/"
 
 EVAL_PREFIX = "eval_"
 EVAL_PASS1_SUFFIX = "_pass1"
 EVAL_ERROR_SUFFIX = "_stderr"  # after a held-out reward's name: its standard error over the questions
-BEST_OF = (32, 16)  # responses to a held-out question; the paper shows the mean of the best of them
+BEST_OF = (32, 16)  # responses to a held-out question; the paper shows the mean best of them
 EVAL_RESPONSE_LENGTH_MEAN = "eval_response_length_mean"
 
-# What OpenRLHF 0.11.2 and this package keep by name next to a response's `extra_logs`, and is not above.
+# Other names that OpenRLHF 0.11.2 and this package store next to a response's `extra_logs`.
 _FURTHER = frozenset("""
     _num_action_tokens _num_samples _weights action_log_probs actor_bad_steps actor_grad_norm actor_lr advantages
     base_action_log_probs critic_bad_steps critic_grad_norm critic_loss critic_lr dynamic_filtering_pass_rate ended
@@ -140,25 +142,25 @@ _PREFIXES = tuple(value for value in _OURS if value.endswith("/"))
 
 
 def is_taken(name: str) -> bool:
-    """True if a step has another number of this name, so that a reward or an agent must not log its own under it."""
+    """True if a step already has a number of this name, so that a reward or an agent must not log under it."""
     return name in _FURTHER or name in _OURS or name.startswith(_PREFIXES)
 
 
 def eval_best_of(source: str, k: int) -> str:
-    """The mean best reward of k held-out responses, under upstream's name: `eval_<source>_pass<k>`."""
+    """Name of the mean best reward of k held-out responses, as upstream: `eval_<source>_pass<k>`."""
     return f"{EVAL_PREFIX}{source}_pass{k}"
 
 
 def timing(phase: str) -> str:
-    """Seconds that a phase took: `timing/<phase>`."""
+    """Name of the seconds that a phase took: `timing/<phase>`."""
     return TIMING_PREFIX + phase
 
 
 def tokens_per_second(phase: str) -> str:
-    """Tokens that a phase handled per second: `tokens_per_second/<phase>`."""
+    """Name of a phase's tokens per second: `tokens_per_second/<phase>`."""
     return TOKENS_PER_SECOND_PREFIX + phase
 
 
 def peak_memory(process: str, phase: str) -> str:
-    """Peak GiB of a phase, in the process of a kind ("actor", "engine") that took the most."""
+    """Name of a phase's peak GiB in the largest process of a kind ("actor", "engine")."""
     return f"{PEAK_MEMORY_PREFIX}{process}/{phase}"

@@ -1,7 +1,7 @@
 """Rollout dumps: one Parquet file per step, a row per response; the format, its writer and its reader.
 
-docs/viewer.md says what each column holds. Positions of the list columns are the tokens of the response, from its
-first action token to its last token; tokens between two turns have ``mask`` False.
+docs/viewer.md describes each column. A list column has a value for each token of the response, from its first action
+token to its last token. Tokens between two turns have ``mask`` False.
 """
 
 import hashlib
@@ -19,8 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 VERSION = 6
-# Version 1 lacks the settings that only a replay needs, 1 and 2 ratios, 1 to 3 the guide, 1 to 4 the versions, and
-# 1 to 5 the texts.
+# Version 1 lacks the settings that only a replay needs. Versions 1 and 2 lack ratios, 1 to 3 the guide, 1 to 4 the
+# versions, 1 to 5 the texts.
 _READ = (1, 2, 3, 4, 5, VERSION)
 FOLDER = "rollouts"  # in --ckpt.path
 
@@ -52,7 +52,7 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Tokens:
-    """A list column: ``values`` (N,) of one row after another, row i's from ``offsets[i]`` to ``offsets[i + 1]``."""
+    """A list column: ``values`` (N,) of all rows in order; row i has ``offsets[i]`` to ``offsets[i + 1]``."""
 
     values: np.ndarray
     offsets: np.ndarray
@@ -64,8 +64,8 @@ class Tokens:
 
 @dataclass(frozen=True)
 class RolloutDump:
-    """A dump that was read. Columns by name: arrays or lists of the rows' values, :class:`Tokens`, or None if
-    the run did not have them."""
+    """A dump read from disk. Columns by name: arrays or lists of the rows' values, :class:`Tokens`, or None if the run
+    did not record them."""
 
     path: Path
     settings: dict[str, Any]
@@ -81,11 +81,11 @@ def dump_file(folder: Path, step: int) -> Path:
 
 
 def write_dump(path: Path, settings: Mapping[str, Any], columns: Mapping[str, Sequence[Any] | None]) -> None:
-    """Write a dump, so that it is at ``path`` whole or not at all; its folder is created.
+    """Write a dump to ``path`` atomically, and create its folder.
 
     Args:
-        settings: ``step`` and what else a reader must know about the run, as values for JSON.
-        columns: those of ``SCHEMA``, with one value per row; None for one that the run does not have.
+        settings: ``step`` and the run's settings that a reader needs, as values for JSON.
+        columns: the columns of ``SCHEMA``, with one value per row; None for one that the run does not record.
     """
     rows = len(next(values for values in columns.values() if values is not None))
     arrays = [
@@ -95,7 +95,7 @@ def write_dump(path: Path, settings: Mapping[str, Any], columns: Mapping[str, Se
     metadata = {_KEY: json.dumps({"version": VERSION, **settings})}
     table = pa.Table.from_arrays(arrays, schema=SCHEMA.with_metadata(metadata))
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}")  # a killed run leaves it, and repeating the step replaces it
+    temporary = path.with_name(f".{path.name}")  # a killed run leaves this file; repeating the step replaces it
     try:
         with open(temporary, "wb") as file:
             pq.write_table(table, file, compression="zstd")
@@ -107,16 +107,16 @@ def write_dump(path: Path, settings: Mapping[str, Any], columns: Mapping[str, Se
 
 
 def vocabulary_digest(tokenizer: Any) -> str:
-    """A digest of the tokens of a Hugging Face tokenizer, or of a processor's, and their ids."""
+    """Hash the tokens and ids of a Hugging Face tokenizer, or of a processor's tokenizer."""
     ids = getattr(tokenizer, "tokenizer", tokenizer).get_vocab()
     return hashlib.sha256(json.dumps(sorted(ids.items())).encode()).hexdigest()
 
 
 def find_dumps(path: Path) -> list[Path]:
-    """``path`` itself if it is a file, else the dumps anywhere in it, by step.
+    """Return ``path`` itself if it is a file, else the dumps anywhere in it, by step.
 
     Raises:
-        ValueError: there is none, or there are two of one step, as from two runs.
+        ValueError: there is none, or two dumps have the same step, as from two runs.
     """
     if path.is_file():
         return [path]
@@ -124,7 +124,7 @@ def find_dumps(path: Path) -> list[Path]:
         raise ValueError(f"{path} does not exist; give a dump or a run's folder.")
     files = sorted(path.rglob("step_*.parquet"), key=lambda file: file.name)
     if not files:
-        raise ValueError(f"{path} holds no step_*.parquet; a run writes them with --logger.dump_rollouts N.")
+        raise ValueError(f"{path} has no step_*.parquet; train with --logger.dump_rollouts N to write them.")
     for first, second in pairwise(files):
         if first.name == second.name:
             raise ValueError(
@@ -134,7 +134,7 @@ def find_dumps(path: Path) -> list[Path]:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Only a dump's settings; raises like :func:`read_dump`."""
+    """Read only a dump's settings; raises like :func:`read_dump`."""
     with _whole(path):
         schema = pq.read_schema(path)
     return _settings(path, schema)
@@ -144,10 +144,10 @@ def read_dump(path: Path) -> RolloutDump:
     """Read a dump.
 
     Raises:
-        ValueError: the file is cut off, not a dump, or a dump of another version.
+        ValueError: the file is truncated, not a dump, or a dump of another version.
     """
     with _whole(path):
-        table = pq.ParquetFile(path).read()  # read_table would read all dumps of a folder as one
+        table = pq.ParquetFile(path).read()  # read_table would merge all dumps of a folder
     settings = _settings(path, table.schema)
     return RolloutDump(path, settings, {field.name: _column(table, field) for field in SCHEMA})
 
@@ -160,7 +160,7 @@ def _whole(path: Path) -> Iterator[None]:
         yield
     except (OSError, pa.ArrowInvalid) as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"{path} is not a whole Parquet file ({reason}); make or copy it again.") from error
+        raise ValueError(f"{path} is not a complete Parquet file ({reason}); write or copy it again.") from error
 
 
 def _settings(path: Path, schema: pa.Schema) -> dict[str, Any]:

@@ -21,10 +21,9 @@ from openrlhf_gtpo.report.metrics import (
 
 
 def print_run_summary(metrics: Rows) -> None:
-    """Print tables: held-out reward before, after and change; metrics of the first and last step, or of the
-    nearest that has them; seconds and tokens/s of a step by phase, with what bounds them, and what would shorten it;
-    in how many steps nothing was learned; then the run's warnings, one per line. Without a terminal, rich leaves out
-    colors and the lines are plain text."""
+    """Print a run's tables: held-out reward before, after and change, metrics of the first and last step (or of the
+    nearest that has them), and a step's seconds and tokens/s by phase. Then print what would shorten a step, in how
+    many steps nothing was learned, and the run's warnings. Without a terminal, the lines are plain text."""
     held_out = _table("Held-out reward ± standard error", "task", "before", "after", "change", "evaluations")
     for name in held_out_names(metrics):
         evaluations = len(series(metrics, names.KIND_EVAL, name)[0])
@@ -40,7 +39,7 @@ def print_run_summary(metrics: Rows) -> None:
     audit = (names.FP8_ENTROPY_ERROR, names.FP8_SIGN_FLIPS, *names.SAMPLER_AUDIT.values())
     for name in (names.REWARD_MEAN, names.ENTROPY_ALL, names.RESPONSE_LENGTH_MEAN, *audit):
         points = list(zip(*series(metrics, names.KIND_TRAIN, name)))
-        if points:  # an audit's need not be those of the run's first and last step
+        if points:  # an audit's first and last step may differ from the run's
             ends = zip((points[0], points[-1]), (steps[0], steps[-1]))
             shown = (decimals(value) + (f" (step {at})" if at != row["step"] else "") for (at, value), row in ends)
             training.add_row(name, *shown)
@@ -64,7 +63,7 @@ def print_run_summary(metrics: Rows) -> None:
     if (outside := bounds.between_steps(metrics)) >= 1:
         console.print(f"\nBetween steps, for evaluations and checkpoints: {outside:,.0f} s in all.", highlight=False)
     if gains := bounds.gains(metrics):
-        console.print("\nWhat would make it faster, and how much at most, by this run's numbers:", highlight=False)
+        console.print("\nWhat could make it faster, at most by this much, from this run's numbers:", highlight=False)
     for gain in gains:
         console.print(f"  {gain.factor:.2f} x: {gain.why}\n          {gain.flags}", markup=False, soft_wrap=True)
     if (clause := idle_sentence(metrics)) is not None:
@@ -77,11 +76,11 @@ def print_run_summary(metrics: Rows) -> None:
 
 
 def comparison_markdown(runs: Mapping[str, Sequence[Rows]]) -> str:
-    """A markdown table of held-out reward before, after and change, a row for each run, and each label's means.
+    """Write a markdown table of held-out reward before, after and change: a row for each run, and each label's means.
 
-    The spread behind ± is the sample standard deviation over the label's runs. A run without an
-    evaluation before training (step 0) or after it is left out of the means. If no run has any, there is the training
-    reward of the last tenth of its steps. Below the table are the runs with steps in which nothing was learned.
+    The spread behind ± is the sample standard deviation over the label's runs. A run without an evaluation before
+    training (step 0) or after it is left out of the means. If no run has both, the table has the training reward of
+    the last tenth of the steps. Runs with steps in which nothing was learned are listed below the table.
     """
     idle = []
     evaluated = any(held_out_names(rows) for rows_of_runs in runs.values() for rows in rows_of_runs)

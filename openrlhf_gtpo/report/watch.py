@@ -29,7 +29,7 @@ _SAMPLE_LENGTH = 80
 
 
 class ShortenedColumn(TextColumn):
-    """A task's description, which gives way to the other columns: what does not fit on the line is cut off."""
+    """A task's description, truncated to the room that the other columns leave on the line."""
 
     def __init__(self) -> None:
         super().__init__("{task.description}", markup=False, table_column=Column())
@@ -41,35 +41,35 @@ class ShortenedColumn(TextColumn):
 
 
 def bar_columns(console: Console) -> tuple[ProgressColumn, ...]:
-    """What is on a task's one line: its description, bar, count and times; its field ``left`` is the time left."""
+    """Return the columns of a task's line: description, bar, count and times; its field ``left`` is the time left."""
     bar, left = BarColumn(40 if console.width >= 120 else 15), TextColumn("{task.fields[left]}")
     return SpinnerColumn(), ShortenedColumn(), bar, MofNCompleteColumn(), TimeElapsedColumn(), left
 
 
 def watch(path: Path, steps: int, runs: Callable[[], bool], console: Console | None = None) -> None:
-    """Show progress until the run does not run any more; on a terminal as a bar, elsewhere as a line per step.
+    """Show progress until the run ends: as a bar on a terminal, elsewhere as a line per step.
 
     Args:
         path: the run's metrics file; it need not exist yet.
         steps: training steps of the whole run.
-        runs: whether it still runs.
+        runs: tells whether the run still runs.
     """
     console = console or Console(stderr=True)
     shown: Mapping[str, Any] | None = None  # the latest entry
     last: Mapping[str, Any] = {}
-    warned: Set[str] = set()  # of what the step before has warned
+    warned: Set[str] = set()  # warnings of the previous step
     started, begun, line = time.time(), 0.0, ""
     with Progress(*bar_columns(console), console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("starting the trainer", total=steps, left="")
         running = True
         while running:
-            # The process first, so that its last lines are still read.
+            # Ask for the process first, so that its last lines are still read.
             running = runs()
             try:
                 entries = read_runs(path)[-1]
-            except (OSError, ValueError):  # it does not exist yet, or has no whole line yet
+            except (OSError, ValueError):  # no file, or no complete line yet
                 entries = []
-            # Lines above the bar.
+            # Print lines above the bar.
             for entry in _behind(shown, entries):
                 if entry["kind"] == names.KIND_RUN:  # a new run, or one that resumed from a checkpoint
                     last, warned = {"step": entry["step"]}, set()
@@ -78,8 +78,8 @@ def watch(path: Path, steps: int, runs: Callable[[], bool], console: Console | N
                 if entry["kind"] == names.KIND_TRAIN:
                     last = entry
                 if entry.get("time", started) < started:
-                    continue  # from before this run resumed
-                steps = max(steps, entry["step"])  # the trainer may have been given flags that make more
+                    continue  # older than this start
+                steps = max(steps, entry["step"])  # other flags may have given the trainer more steps
                 if not console.is_terminal or entry["kind"] == names.KIND_EVAL:
                     console.print(f"step {entry['step']}/{steps}  {line}", markup=False, highlight=False)
                 if names.OUTCOMES in entry:
@@ -111,12 +111,12 @@ def watch(path: Path, steps: int, runs: Callable[[], bool], console: Console | N
 
 
 def _behind(shown: Mapping[str, Any] | None, entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The entries that were written after ``shown``; all of them if it is no longer there."""
+    """The entries after ``shown``; all of them if it is gone."""
     return list(takewhile(lambda entry: entry != shown, reversed(entries)))[::-1]
 
 
 def _phase(path: Path, started: float) -> str:
-    """What the run is doing, as in ``names``; nothing unless it has said so since ``started``."""
+    """What the run is doing, as in ``names``; empty if it has not said so since ``started``."""
     try:
         file = phase_file(path)
         return file.read_text() if file.stat().st_mtime >= started else ""
@@ -126,18 +126,18 @@ def _phase(path: Path, started: float) -> str:
 
 def _done(last: Mapping[str, Any], steps: int, begun: float) -> tuple[float, str]:
     """Steps done, including a part of the current one, and the time left if each takes as long as ``last``'s step. At
-    a start, ``last`` has only the number of steps that are done."""
+    a start, ``last`` has only the number of finished steps."""
     seconds = last.get(names.TIMING_STEP_WALL)
     if not seconds:
         return last.get("step", 0), ""
-    # Never a whole step: one is done when its line is there.
+    # Never a whole step: a step counts once its line is written.
     part = min((time.time() - max(last["time"], begun)) / seconds, 0.99) if last["step"] < steps else 0.0
     done = last["step"] + part
     return done, f"{timedelta(seconds=round((steps - done) * seconds))} left"
 
 
 def describe(entry: Mapping[str, Any]) -> str:
-    """The few numbers of a metrics entry that say how a run is doing."""
+    """Format the few numbers of a metrics entry that show how a run is doing."""
     if entry["kind"] == names.KIND_EVAL:
         rewards = (f"{datasource_of(name)} {entry[name]:.3f}" for name in held_out_names([entry]))
         return f"held-out reward {', '.join(rewards)}"
@@ -147,7 +147,7 @@ def describe(entry: Mapping[str, Any]) -> str:
 
 
 def process_runs(pid: int) -> bool:
-    """True while a process runs; one that has ended and waits for its parent shell no longer does."""
+    """True while a process runs; a zombie counts as ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

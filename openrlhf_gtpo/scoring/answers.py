@@ -1,7 +1,7 @@
-"""A model's answers to the questions of a data set, several to each, through vLLM: the engine of ``cli.evaluate``.
+"""A model's answers to a data set's questions, several per question, through vLLM: the engine of ``cli.evaluate``.
 
-A file of answers begins with a line of settings; then each question has a line, in the data set's order. A file that
-an interruption left behind is continued where it ends.
+A file of answers begins with a line of settings. Then each question has a line, in the data set's order. After an
+interruption, the file is continued where it ends.
 """
 
 import json
@@ -26,11 +26,11 @@ BATCH = 64  # the most questions whose answers an interruption can lose
 def questions_of(
     run: Any, tokenizer: Any, name: str, split: str, variables: dict[str | None, Any] | None = None
 ) -> list[tuple[str, Any]]:
-    """Each question of a data set as the model is to read it, and its label, both as in training.
+    """Return each question of a data set as the model reads it, and its label, both as in training.
 
     Args:
         run: arguments with training's ``data``.
-        variables: gets what the chat template was given, by prompt, where a row has variables of its own.
+        variables: filled with the chat template's variables by prompt, for rows that have their own.
     """
     from openrlhf_gtpo.training.checks.prompts import Prompts, blending_datasets
 
@@ -43,7 +43,8 @@ def questions_of(
 
 
 def load_engine(model: str, flags: Mapping[str, Any]) -> Any:
-    """A ``vllm.LLM`` with the settings in ``flags``, whose sampler reports entropies if this package supports it."""
+    """Start a ``vllm.LLM`` with the settings in ``flags``; its sampler reports entropies if this package supports
+    it."""
     from vllm import LLM
 
     from openrlhf_gtpo.training.rollout.rollout_actor import WORKER_EXTENSION
@@ -57,27 +58,27 @@ def load_engine(model: str, flags: Mapping[str, Any]) -> Any:
         tensor_parallel_size=flags["vllm.tensor_parallel_size"],
         gpu_memory_utilization=flags["vllm.gpu_memory_utilization"],
         enforce_eager=on_cpu,
-        # After a chunk of a prompt vLLM rewinds the generator of a request with a seed, which it cannot do on CPU
+        # After a chunk of a prompt, vLLM rewinds the generator of a request with a seed, which fails on CPU
         # (rollout_actor.py, _ALONE).
         enable_chunked_prefill=not on_cpu,
         seed=flags["train.seed"],
     )
-    if flags["eval.temperature"]:  # at 0 there is no distribution that has an entropy
+    if flags["eval.temperature"]:  # greedy decoding has no entropy
         unknown = engine.collective_rpc("capture_entropy", args=(flags["eval.temperature"],))
         if any(unknown):
             print(
-                f"No entropies: vLLM uses {unknown[0]} here, a sampler that this package cannot take them from.",
+                f"No entropies: vLLM uses the sampler {unknown[0]} here, which this package does not support.",
                 file=sys.stderr,
             )
     return engine
 
 
 def read_answers(path: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The lines of ``path``, one per answered question; an unfinished last one is cut off. Empty if there is no file.
-    A file without answers is emptied, because its settings no longer matter.
+    """Read the lines of ``path``, one per answered question; a partial last line is removed. Empty if there is no
+    file. A file without answers is emptied, because its settings no longer matter.
 
     Raises:
-        UsageError: its answers were made with other settings, or it is not a file of answers.
+        UsageError: the answers were made with other settings, or the file is not one of answers.
     """
     text = path.read_bytes() if path.exists() else b""
     if not text:
@@ -117,22 +118,22 @@ def answer(
 
     Args:
         engine: a ``vllm.LLM``.
-        questions: prompt, as the model reads it, and label of each.
-        rows: those that ``path`` already has (:func:`read_answers`); the new ones are appended.
+        questions: each one's prompt, as the model reads it, and label.
+        rows: the lines already in ``path`` (:func:`read_answers`); new ones are appended.
         reward: OpenRLHF's ``reward_func``, called with one response at a time from threads.
-        answer_of: from the same three lists, the answer as text for majority voting; None for no voting.
-        source: the file that both are from.
+        answer_of: takes the same three lists and returns the answer as text for majority voting; None for no voting.
+        source: the file of both functions.
         settings: ``n``, ``temperature``, ``top_p``, ``max_tokens`` and ``seed``; each request's seed is made from
             ``seed``, and a new file begins with all settings.
-        converse: makes the lines of a batch with an agent, in the place of a reward (``scoring.conversations``).
+        converse: makes the lines of a batch with an agent instead of a reward (``scoring.conversations``).
 
     Returns:
-        a line for each question: ``responses``, ``scores``, ``lengths`` in tokens, ``cut_off`` before their end;
-        ``entropies``, of the whole distribution at the temperature, as each response's mean over its tokens in nats,
-        or None; and ``answers`` or None.
+        A line for each question: ``responses``, ``scores``, ``lengths`` in tokens, ``cut_off`` (truncated),
+        ``entropies`` (each response's mean over tokens, in nats, of the whole distribution at the temperature) or
+        None, and ``answers`` or None.
 
     Raises:
-        TrainingStopped: the reward or ``answer_of`` raised, or training would refuse what the reward returned.
+        TrainingStopped: the reward or ``answer_of`` raised, or the reward returned something that training rejects.
     """
     with path.open("a", encoding="utf-8") as file, ThreadPoolExecutor() as threads:
         if not rows:
@@ -158,7 +159,7 @@ def answer(
 
 
 def _sample(engine: Any, batch: Sequence[Any], settings: Mapping[str, Any]) -> list[Any]:
-    """vLLM's result for each question, with a seed that depends only on the settings and the question's number."""
+    """Sample each question, with a seed that depends only on the settings and the question's number."""
     from vllm import SamplingParams
 
     from openrlhf_gtpo.training.checks.model import token_ids
@@ -190,7 +191,7 @@ def _graded(
     from openrlhf_gtpo.training.rollout.rewards import reason_of, reward_and_score
 
     (prompt, label), outputs, decode = question, result.outputs, engine.get_tokenizer().decode
-    # As in training: an answer that is decoded alone may lose its first space.
+    # As in training: an answer decoded alone may lose its first space.
     queries = [decode([*result.prompt_token_ids, *output.token_ids]) for output in outputs]
     try:
         texts = [decode(output.token_ids, skip_special_tokens=True) for output in outputs]
@@ -217,8 +218,8 @@ def _graded(
 
 
 def mean_entropies(responses: Sequence[Sequence[Any]]) -> list[float] | None:
-    """Each response's entropy in nats, the mean over the tokens of vLLM's outputs that it is made of; None if one was
-    not asked for or not reported."""
+    """Return each response's entropy in nats, the mean over the tokens of its vLLM outputs; None if any was not
+    requested or not reported."""
     from openrlhf_gtpo.training.features.sampler_entropy.answers import entropies
 
     if any(output.logprobs is None for outputs in responses for output in outputs):  # not requested

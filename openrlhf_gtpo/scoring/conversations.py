@@ -1,7 +1,7 @@
-"""Conversations of an agent (``--train.agent_func_path``) with one ``vllm.LLM``, for ``cli.evaluate``.
+"""An agent's conversations (``--train.agent_func_path``) with one ``vllm.LLM``, for ``cli.evaluate``.
 
-Many go on at once, and the turns that wait for the engine are sampled together. Each has a seed of its own, made of
-the question's and the conversation's number and of the turn, so that it does not depend on what it is sampled beside.
+Many conversations run at once, and the turns that wait for the engine are sampled together. Each turn's seed is made
+of the numbers of question, conversation and turn, so that it does not depend on the rest of the batch.
 """
 
 import asyncio
@@ -14,21 +14,21 @@ import numpy as np
 
 from openrlhf_gtpo.errors import TrainingStopped
 
-_GATHER = 0.01  # seconds for environments to answer, so that more turns are sampled together
+_GATHER = 0.01  # seconds to wait for environments, so that more turns are sampled together
 
-# Of the conversation that the current task holds: what the seeds of its turns are made of, and the engine's answers.
+# The current task's conversation: what the seeds of its turns are made of, and the engine's answers.
 _seeds: ContextVar[list[int]] = ContextVar("_seeds")
 _answers: ContextVar[list[Any]] = ContextVar("_answers")
 
 
 class Conversations:
-    """An agent's part in an evaluation.
+    """Runs an agent's conversations in an evaluation.
 
     Args:
         agent: an ``AgentExecutor``.
         source: its file, for messages.
         tokenizer: the model's.
-        variables: what the chat template was given, by prompt; ``None`` for those that are not named.
+        variables: the chat template's variables by prompt; ``None`` for the others.
     """
 
     def __init__(
@@ -36,22 +36,22 @@ class Conversations:
     ) -> None:
         self._agent, self._source, self._tokenizer, self._variables = agent, source, tokenizer, variables
         self._waiting: list[tuple[list[int], Any, asyncio.Future[Any]]] = []
-        self._loop = asyncio.new_event_loop()  # one for all questions, for what an agent keeps
+        self._loop = asyncio.new_event_loop()  # one for all questions, because an agent may keep state
 
     def __call__(self, engine: Any, batch: Sequence[Any], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The line of a file of answers for each question of ``batch`` (``scoring.answers.answer``); a response has
-        the environment's messages, and a length without them.
+        """Return each question's line of the file of answers (``scoring.answers.answer``). A response includes the
+        environment's messages, but its length does not.
 
         Args:
-            batch: number, and prompt and label, of each question.
+            batch: each question's number, and its prompt and label.
 
         Raises:
-            TrainingStopped: the agent raised, or returned what training would refuse.
+            TrainingStopped: the agent raised, or returned something that training rejects.
         """
         return self._loop.run_until_complete(self._hold(engine, batch, settings))
 
     async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
-        """vLLM's output for a turn, as agents ask training's engine."""
+        """Return vLLM's output for a turn, with the interface of training's engine."""
         params, seeds = copy(sampling_params), _seeds.get()
         params.seed = int(np.random.SeedSequence(seeds).generate_state(1)[0])
         seeds[-1] += 1
@@ -72,7 +72,7 @@ class Conversations:
                 await asyncio.wait(tasks, timeout=_GATHER, return_when=asyncio.FIRST_EXCEPTION)
                 for task in tasks:
                     if task.done():
-                        task.result()  # raises what it raised
+                        task.result()  # raises the task's exception
                 waiting, self._waiting = self._waiting, []
                 if not waiting:
                     continue
@@ -84,7 +84,7 @@ class Conversations:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)  # which close what they hold
+            await asyncio.gather(*tasks, return_exceptions=True)  # they clean up after themselves
         columns = [task.result() for task in tasks]
         starts = range(0, len(columns), settings["n"])
         rows = [columns[start : start + settings["n"]] for start in starts]
@@ -97,7 +97,7 @@ class Conversations:
     async def _one(
         self, number: int, index: int, question: tuple[str, Any], settings: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Everything of one response that a line has, by the line's names."""
+        """Hold one conversation; return its entries in the line, by name."""
         from vllm import SamplingParams
 
         from openrlhf_gtpo.scoring.answers import mean_entropies

@@ -1,4 +1,4 @@
-"""The inputs of scoring: the model with its settings, and the rows of a file; and checks for what cannot work."""
+"""The inputs of scoring, a model with its settings and the rows of a file, and checks of both."""
 
 import json
 import math
@@ -24,17 +24,17 @@ _FORMS = 'write {"tokens": [...]} or {"prompt": "...", "response": "..."}'
 
 @dataclass(frozen=True)
 class ScoreModel:
-    """The policy that gives the numbers, and how it runs.
+    """The policy that scores, and how it runs.
 
     Fields:
         folder: a Hugging Face checkpoint.
         backend: deepspeed (Transformers, a whole model in each process) or megatron.
         layout: parallel sizes of the Megatron backend.
         overrides: FIELD=VALUE of the Megatron backend's TransformerConfig.
-        fp8: FP8 products in the Megatron backend; None for none.
-        dtype: of weights and activations, bfloat16 or float32; log-probs and entropies are float32 in either case.
-        temperature: of the policy, whose probabilities are softmax(logits / temperature).
-        max_tokens: of a micro-batch.
+        fp8: FP8 products in the Megatron backend; None for BF16.
+        dtype: of weights and activations, bfloat16 or float32. Log-probs and entropies are float32 in either case.
+        temperature: the policy's probabilities are softmax(logits / temperature).
+        max_tokens: maximum tokens of a micro-batch.
         trust_remote_code: run the Python code that comes with the checkpoint.
     """
 
@@ -56,8 +56,8 @@ class Row:
     Fields:
         line: its line in the file, from 1.
         tokens: ids.
-        first: index of the first token to score; all after it are scored too. At least 1: nothing predicts token 0.
-        kept: entries of the input that the output repeats.
+        first: index of the first token to score, as are all later ones. At least 1: nothing predicts token 0.
+        kept: entries of the input to copy to the output.
     """
 
     line: int
@@ -79,7 +79,7 @@ class RowFile:
         path: JSON lines.
         model: folder of the tokenizer, which is loaded if a line holds text.
         vocab_size: token ids are below it.
-        max_length: longest sequence in tokens; None where the model names no limit.
+        max_length: longest sequence in tokens; None if the model has no limit.
         trust_remote_code: run the Python code that comes with the tokenizer.
     """
 
@@ -101,19 +101,20 @@ class RowFile:
                 else:
                     if tokenizer is None:
                         tokenizer = Model(self.model, "--model", self.trust_remote_code).tokenizer
-                    # Separately, so that the response's tokens do not depend on where the prompt ends.
+                    # Tokenized separately, so that the response's tokens do not depend on the prompt's end.
                     texts = self._prompt(entry, tokenizer, where), entry["response"]
                     prompt, response = (token_ids(tokenizer, text) for text in texts)
                     if not prompt:
                         raise UsageError(
-                            f"{where}: prompt has no token, so nothing predicts the response's first; give a prompt."
+                            f"{where}: the prompt has no tokens, so nothing predicts the response's first; give "
+                            "a prompt."
                         )
                     tokens, first = prompt + response, len(prompt)
                 for place, token in enumerate(tokens):
                     if not 0 <= token < self.vocab_size:
                         raise UsageError(
                             f"{where}: token {place} is {token}, outside of the model's vocabulary of "
-                            f"{self.vocab_size} (0 to {self.vocab_size - 1}); were these tokens made for this model?"
+                            f"{self.vocab_size} (0 to {self.vocab_size - 1}); use this model's tokenizer."
                         )
                 if self.max_length is not None and len(tokens) > self.max_length:
                     raise UsageError(
@@ -123,7 +124,7 @@ class RowFile:
                 yield Row(number, tokens, first, {"id": entry["id"]} if "id" in entry else {})
 
     def _prompt(self, entry: dict[str, Any], tokenizer: Any, where: str) -> str:
-        """The prompt's text; messages go through the chat template, as in training."""
+        """The prompt's text. Messages go through the chat template, as in training."""
         from openrlhf_gtpo.training.checks.prompts import prompt_and_label
 
         if isinstance(entry["prompt"], str):
@@ -135,11 +136,11 @@ class RowFile:
         try:
             return prompt_and_label(entry, args, tokenizer)[0]
         except Exception as error:  # templates are programs
-            raise UsageError(f"{where}: the prompt cannot be made: {one_line(error)}") from error
+            raise UsageError(f"{where}: the chat template failed: {one_line(error)}") from error
 
 
 def _entry(line: bytes, where: str) -> dict[str, Any]:
-    """Parse a line, which must have one of the two forms, with values of the right types."""
+    """Parse a line, which must have one of the two forms."""
     entry = None
     with suppress(ValueError):
         entry = json.loads(line)
@@ -154,17 +155,17 @@ def _entry(line: bytes, where: str) -> dict[str, Any]:
 
 
 def check(model: ScoreModel, source: Path, target: Path, processes: int) -> RowFile:
-    """Check everything but the input's lines; return the input, with the model's vocabulary and longest sequence.
+    """Check everything except the input's lines; return the input, with the model's vocabulary and longest sequence.
 
     Raises:
         UsageError: the first thing that cannot work.
-        OSError: there is no folder for ``target``.
+        OSError: the folder of ``target`` does not exist.
     """
     refuse(
         (model.max_tokens < 1, f"Expected --max-tokens >= 1, got {model.max_tokens}."),
         (not 0 < model.temperature < math.inf, f"Expected a finite --temperature > 0, got {model.temperature:g}."),
         (processes < 1, f"Expected --processes >= 1, got {processes}."),
-        (not source.is_file(), f"--input {source} is not a file, and it is read twice; give one."),
+        (not source.is_file(), f"--input {source} must be a regular file, because it is read twice."),
     )
     target.parent.stat()
     checkpoint = Model(model.folder, "--model", model.trust_remote_code)

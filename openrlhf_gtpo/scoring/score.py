@@ -2,7 +2,7 @@
 
 The whole input is checked before any process starts. Then rank 0 reads it a block at a time, every model replica
 scores its share of the block's micro-batches, and rank 0 writes the block. The model is a Transformers model in every
-process, or a Megatron-core model over all of them.
+process, or one Megatron-core model over all of them.
 """
 
 import json
@@ -27,7 +27,7 @@ from openrlhf_gtpo.platform.processes import is_first_process, run_processes
 from openrlhf_gtpo.scoring.inputs import Row, RowFile, ScoreModel
 from openrlhf_gtpo.token_values import MicroBatch, TokenValues
 
-BLOCK_ROWS = 1024  # held in memory at once; micro-batches are filled from these
+BLOCK_ROWS = 1024  # rows in memory at once, from which micro-batches are filled
 
 
 class Forward(NamedTuple):
@@ -35,8 +35,8 @@ class Forward(NamedTuple):
 
     Fields:
         fill: turns the lengths of rows into micro-batches of row indices.
-        run: turns micro-batches into the values of their actions, (N,) each, row after row, on the CPU; the same in
-            every process of a replica.
+        run: turns micro-batches into the values of their actions, (N,) each, row after row, on the CPU. All processes
+            of a replica get the same.
         replica_size: number of processes that share a model; the ranks of a replica are consecutive.
     """
 
@@ -54,7 +54,7 @@ def score(model: ScoreModel, source: RowFile, target: Path, processes: int) -> N
         processes: world size, a whole number of model replicas.
 
     Raises:
-        UsageError: no line, one that cannot be scored, or a target that cannot be written; before any process starts.
+        UsageError: a line cannot be scored, there is none, or the target cannot be written; before any process starts.
         LaunchError, ProcessFailed: see :func:`openrlhf_gtpo.platform.processes.run_processes`.
     """
     total = sum(1 for _ in source.rows())
@@ -76,7 +76,7 @@ def score_rank(model: ScoreModel, source: RowFile, target: Path, total: int) -> 
     rows = source.rows() if first else iter(())
     load = _megatron if model.backend == "megatron" else _transformers
     with load(model) as forward, target.open("w") if first else nullcontext() as file:
-        # disable=None: silent if stderr is not a terminal
+        # disable=None: hidden if stderr is not a terminal
         with tqdm(total=total, unit="row", desc="score", disable=None if first else True) as progress:
             while True:
                 block = [list(islice(rows, BLOCK_ROWS))]
@@ -90,7 +90,7 @@ def score_rank(model: ScoreModel, source: RowFile, target: Path, total: int) -> 
 
 
 def _score_block(forward: Forward, rows: list[Row]) -> dict[int, Any]:
-    """Index of a row to its float32 log-probs and entropies, (scored tokens,) each; filled only on rank 0.
+    """Return float32 log-probs and entropies, (scored tokens,) each, by row index; filled only on rank 0.
 
     Rows without a token to score have no entry.
     """
@@ -116,7 +116,7 @@ def _score_block(forward: Forward, rows: list[Row]) -> dict[int, Any]:
 
 def _lines(source: RowFile, rows: list[Row], scores: dict[int, Any]) -> Iterator[str]:
     for i, row in enumerate(rows):
-        # As many digits as it takes to read the same float32 back.
+        # Enough digits to read the same float32 back.
         log_probs, entropies = ([float(str(value)) for value in values] for values in scores.get(i, ((), ())))
         assert len(log_probs) == len(entropies) == row.scored
         if not all(map(math.isfinite, log_probs + entropies)):
@@ -128,11 +128,11 @@ def _lines(source: RowFile, rows: list[Row], scores: dict[int, Any]) -> Iterator
 
 
 def fill_padded(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Micro-batches for a model that computes padding too: rows × longest row is at most ``max_tokens``.
+    """Fill micro-batches for a model that computes padding too: rows × longest row is at most ``max_tokens``.
 
     Rows of similar length are grouped, longest first. A row longer than ``max_tokens`` is alone in its micro-batch.
-    ``fill_micro_batches``, which is for packed rows, bounds only real tokens: from a long row and many short ones it
-    makes a micro-batch whose padding is many times ``max_tokens``.
+    ``fill_micro_batches`` is for packed rows and bounds only real tokens: a long row with many short ones could pad to
+    many times ``max_tokens``.
     """
     batches: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
@@ -169,7 +169,7 @@ def _transformers(model: ScoreModel) -> Iterator[Forward]:
             log_probs, output = actor(
                 sequences.to(device), mask.long(), valid.to(device), return_output=True, return_entropy=True
             )
-            # The fallback for other architectures gives entropies of all columns.
+            # Other architectures use a fallback with entropies over all columns.
             entropy = output.entropy[:, -mask.shape[1] :]
             results.append(TokenValues(log_probs[mask].float().cpu(), entropy[mask].float().cpu()))
         return results
@@ -180,7 +180,7 @@ def _transformers(model: ScoreModel) -> Iterator[Forward]:
 @contextmanager
 def _megatron(model: ScoreModel) -> Iterator[Forward]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron's, about what a host lacks for training
+        warnings.simplefilter("ignore")  # Megatron's warnings about what a host lacks for training
         from openrlhf_gtpo.megatron.model.policy import ModelOptions, load_model
         from openrlhf_gtpo.megatron.parallel import groups
         from openrlhf_gtpo.megatron.train import schedule
@@ -196,7 +196,7 @@ def _megatron(model: ScoreModel) -> Iterator[Forward]:
             overrides=parse_overrides(model.overrides),
             fp8=model.fp8,
         )
-        with refusals_name_flags():  # what this GPU cannot do in FP8
+        with refusals_name_flags():  # this GPU does not support FP8 here
             loaded = load_model(model.folder, options, for_training=False)
 
         yield Forward(

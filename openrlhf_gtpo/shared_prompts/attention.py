@@ -1,7 +1,7 @@
-"""The attention of a packed tree: each segment's queries see the keys of its path, causally from the bottom right.
+"""The attention of a packed tree: a segment's queries see the keys of its path, causally from the bottom right.
 
-On a GPU that is FlashAttention with gathered keys, whose number differs from that of the queries; elsewhere, padded
-calls of torch's own attention.
+On a GPU this is FlashAttention with gathered keys, which may outnumber the queries. Elsewhere, torch's own attention
+is called on padded segments.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 from openrlhf_gtpo.platform import varlen_attention
 from openrlhf_gtpo.shared_prompts.tree import Tree
 
-# Below this many queries torch's attention on a CPU is faster in float32 (see megatron/model/layers.py).
+# Below this many queries, torch's attention on a CPU is faster in float32 (see megatron/model/layers.py).
 _SHORT = 384
 
 
@@ -25,7 +25,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scale: float |
 
 
 def gather(tensor: Tensor, index: Tensor) -> Tensor:
-    """``tensor[index]``, whose gradient is summed in float32 at least: a prompt's keys get one from each response."""
+    """Return ``tensor[index]``; gradients are summed in at least float32: a prompt's keys get one from each
+    response."""
     return _Gather.apply(tensor, index.flatten()).view(*index.shape, *tensor.shape[1:])
 
 
@@ -69,7 +70,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scale: float |
     inputs = query, gather(key, places), gather(value, places)
     bounds = queries, keys, *tree.longest
     try:
-        from flash_attn import flash_attn_varlen_func  # which the stand-in lacks
+        from flash_attn import flash_attn_varlen_func  # the stand-in lacks it
     except ImportError:
         return varlen_attention.causal(*inputs, *bounds, scale)
     deterministic = torch.are_deterministic_algorithms_enabled()

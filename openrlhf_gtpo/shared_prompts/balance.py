@@ -1,4 +1,4 @@
-"""How many tokens rows take if what comes before their actions is computed once, and how to cut them into runs."""
+"""How many tokens rows cost if each prompt is computed once, and how to cut rows into even runs."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 class Prompt(NamedTuple):
-    """What comes before a row's first action, which rows that have it in common can share."""
+    """The tokens before a row's first action, which rows with the same ones can share."""
 
     tokens: bytes
     length: int
 
     @classmethod
     def of(cls, ids: Tensor, actions: Tensor) -> "Prompt":
-        """That of a row's (n,) ids, of which (n,) bool are actions."""
+        """Make the prompt of a row from its (n,) ids and (n,) bool actions."""
         length = int(actions.int().argmax()) if actions.any() else len(ids)
         return cls(ids[:length].numpy().tobytes(), length)
 
@@ -22,10 +22,10 @@ class Prompt(NamedTuple):
 def computed_tokens(
     lengths: Sequence[int], prompts: Sequence[Prompt] | None, rows: Iterable[int] | None = None
 ) -> int:
-    """Tokens of rows of ``lengths`` in one micro-batch, in which each of their ``prompts`` is computed once.
+    """Count the tokens of rows of ``lengths`` in one micro-batch that computes each of their ``prompts`` once.
 
     Args:
-        rows: which of them are in it; None for all.
+        rows: the rows in the micro-batch; None for all.
     """
     members = range(len(lengths)) if rows is None else list(rows)
     if prompts is None:
@@ -35,7 +35,7 @@ def computed_tokens(
 
 
 def cut_evenly(lengths: Sequence[int], prompts: Sequence[Prompt], max_tokens: int, multiple: int) -> list[range]:
-    """Cut rows into runs of at most ``max_tokens`` computed tokens each, or of one row, with about as many in each.
+    """Cut rows into runs of at most ``max_tokens`` computed tokens each, or of one row, about equal in tokens.
 
     Args:
         multiple: the number of runs is a multiple of this, unless each row is a run.
@@ -56,12 +56,12 @@ def cut_evenly(lengths: Sequence[int], prompts: Sequence[Prompt], max_tokens: in
         return computed_tokens(lengths, prompts, run)
 
     wanted = -(-len(cut(max_tokens)) // multiple) * multiple
-    low, high = 0, max_tokens  # the smallest limit with which there are no more runs than wanted
+    low, high = 0, max_tokens  # find the smallest limit that gives no more runs than wanted
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if len(cut(middle)) <= wanted else (middle + 1, high)
     runs = cut(low)
-    while len(runs) % multiple and len(runs) < len(lengths):  # the largest in two
+    while len(runs) % multiple and len(runs) < len(lengths):  # halve the largest run
         place = max((i for i, run in enumerate(runs) if len(run) > 1), key=lambda i: tokens_of(runs[i]))
         begin, end = runs[place].start, runs[place].stop
         runs[place : place + 1] = range(begin, (begin + end) // 2), range((begin + end) // 2, end)

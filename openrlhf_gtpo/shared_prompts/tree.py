@@ -1,10 +1,10 @@
-"""Rows of tokens as a tree of segments, of which each is packed once.
+"""Rows of tokens as a tree of segments, each of which is packed once.
 
     [prompt 1, response 1.1, response 1.2, ..., prompt 2, response 2.1, ...]
 
-What rows have in common is found by their tokens, so nobody has to say which rows are a group, and groups share a
-system prompt. A segment's tokens see those before them in the segment and all of the segments above it, and their
-positions continue from there.
+Common beginnings are found by comparing tokens. Callers need not say which rows are a group, and groups share a system
+prompt. A segment's tokens see the earlier tokens of the segment and all segments above it. Their positions continue
+from there.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# A segment with this many tokens has a call of attention to itself, see ``Tree.buckets``.
+# A segment with this many tokens gets an attention call of its own, see ``Tree.buckets``.
 _LONG = 64
-_LARGE = 2**21  # numbers in a bias
+_LARGE = 2**21  # elements of a bias
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Bucket:
     """Segments of similar sizes, S of them, padded to Q queries and K keys each.
 
     Fields:
-        queries: (S, Q) places of their tokens in the pack; 0 where there is none.
-        keys: (S, K) places of the tokens that the last query sees; 0 where there is none.
-        above: (S,) tokens that the first query sees before it; None if a causal mask serves all.
+        queries: (S, Q) positions of their tokens in the pack; 0 for padding.
+        keys: (S, K) positions of the tokens that the last query sees; 0 for padding.
+        above: (S,) tokens that the first query sees before itself; None if a causal mask fits all.
     """
 
     queries: Tensor
@@ -36,8 +36,8 @@ class Bucket:
 
     @property
     def bias(self) -> Tensor | None:
-        """(S, 1, Q, K) float32, -inf where a query does not see a key; None for a causal mask. Made anew each time if
-        it is large: a long response after a long prompt takes as much as all of a layer's activations."""
+        """(S, 1, Q, K) float32, -inf where a query does not see a key; None for a causal mask. A large bias is not
+        cached: a long response after a long prompt takes as much memory as all of a layer's activations."""
         if self.above is None:
             return None
         return (
@@ -61,11 +61,11 @@ class Tree:
 
     Fields:
         tokens: (T,) ids.
-        position_ids: (T,) in the rows that a token is from.
-        lengths: (S,) of the segments, which lie one after another.
-        paths: of each segment the (k,) places of the tokens that its last token sees, itself included.
-        places: (R,) of the rows' tokens, row after row, in the pack; 0 of those that are left out.
-        origin: (U,) of the packed tokens without padding, among those of the rows; of equal ones the first.
+        position_ids: (T,) position of each token in its rows.
+        lengths: (S,) lengths of the segments, in order.
+        paths: for each segment the (k,) positions of the tokens that its last token sees, itself included.
+        places: (R,) position in the pack of each token of the rows, row after row; 0 for tokens that are left out.
+        origin: (U,) for each packed token, without padding, its first index among the rows' tokens.
     """
 
     tokens: Tensor
@@ -78,7 +78,7 @@ class Tree:
 
     @cached_property
     def buckets(self) -> tuple[list[Bucket], Tensor]:
-        """Segments for calls of padded attention; and (T,) where each token is among all buckets' queries."""
+        """Segments grouped for calls of padded attention, and (T,) each token's index among all buckets' queries."""
         members: dict[object, list[int]] = {}
         for number, (length, path) in enumerate(zip(self.lengths.tolist(), self.paths, strict=True)):
             similar = (length - 1).bit_length(), (len(path) - 1).bit_length()
@@ -105,12 +105,12 @@ class Tree:
 
     @property
     def longest(self) -> tuple[int, int]:
-        """Tokens of the longest segment, and of the longest path."""
+        """Length of the longest segment, and of the longest path, in tokens."""
         return int(max(self.lengths)), max(map(len, self.paths))
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """For kernels of packed rows: (S + 1,) int32 where segments' queries, and their paths one after another,
-        begin; and (K,) int32 places of all paths. Copied to the device once, as all layers ask for them."""
+        """For kernels of packed rows: (S + 1,) int32 offsets of segments' queries, the same of their concatenated
+        paths, and (K,) int32 positions of all paths. Copied to the device once, because all layers need them."""
         if not self._on_device:
             ends = [np.cumsum([0, *n]) for n in (self.lengths, list(map(len, self.paths)))]
             host = (*ends, np.concatenate(self.paths))
@@ -125,10 +125,10 @@ def pack_tree(
     """Pack rows.
 
     Args:
-        rows: (n,) ids of each, on the host.
-        needed: how many of a row's first tokens are computed, at most n.
-        routes: (n, layers, k) experts of each row's tokens; two tokens are the same only if theirs are.
-        multiple: of tokens in the pack; padding is a segment of its own, which nothing sees.
+        rows: each row's (n,) ids, on the host.
+        needed: how many of a row's first tokens to compute, at most n.
+        routes: (n, layers, k) experts of each row's tokens. Tokens are equal only if their experts are.
+        multiple: the pack's length is a multiple of this. Padding is a segment of its own, which nothing sees.
     """
     order, common = _alike(rows, needed, routes)
     starts = np.cumsum([0, *map(len, rows)])
@@ -137,16 +137,16 @@ def pack_tree(
     origins: list[np.ndarray] = []
     places = np.zeros(starts[-1], np.int64)
     positions: list[np.ndarray] = []
-    # Where the segments of the row end, and the paths to there.
+    # Ends of the current row's segments, and the paths to them.
     above: list[tuple[int, np.ndarray]] = [(0, np.empty(0, np.int64))]
     total = 0
     for number, row in enumerate(order):
-        # Back to where this row parts from the one before it, which was cut there.
+        # Go back to where this row parts from the previous one, which was cut there.
         while above[-1][0] > common[number]:
             above.pop()
         begin, path = above[-1]
         assert begin == common[number]
-        # Its own tokens, cut wherever one of the next rows parts from it.
+        # Add its own tokens, cut wherever a later row parts from it.
         for end in [*_partings(common, number), needed[row]]:
             if end > begin:
                 path = np.concatenate([path, np.arange(total, total + end - begin)])
@@ -172,9 +172,9 @@ def pack_tree(
 def _alike(
     rows: Sequence[Tensor], needed: Sequence[int], routes: Sequence[Tensor] | None
 ) -> tuple[list[int], list[int]]:
-    """Rows, by number, in an order in which those that begin alike are neighbors; and how many of its first tokens
-    each has in common with the one before it."""
-    records = []  # (needed, bytes) of all that the model takes of a token
+    """Row numbers, ordered so that rows with common beginnings are neighbors, and how many first tokens each shares
+    with the previous one."""
+    records = []  # (needed, bytes) of all that the model reads of a token
     for number, (ids, count) in enumerate(zip(rows, needed, strict=True)):
         parts = [ids[:count].numpy().astype(np.int32)[:, None]]
         if routes is not None:
@@ -192,7 +192,7 @@ def _alike(
 
 
 def _partings(common: Sequence[int], number: int) -> list[int]:
-    """Where rows after ``number`` part from it beyond what it has in common with the one before it, in order."""
+    """Where later rows part from row ``number``, beyond its common beginning with the previous row, in order."""
     ends: list[int] = []
     for end in common[number + 1 :]:
         if end <= common[number]:

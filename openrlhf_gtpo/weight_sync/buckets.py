@@ -1,4 +1,4 @@
-"""How named tensors are cut into buckets, and how one bucket becomes one flat buffer and back."""
+"""Cutting named tensors into buckets, and packing a bucket into one flat buffer and back."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,13 +10,13 @@ WIRE_DTYPE = torch.bfloat16
 
 
 class ParameterMeta(NamedTuple):
-    """A parameter as vLLM's checkpoint loader knows it: its Hugging Face name and full shape."""
+    """A parameter's Hugging Face name and full shape, as for vLLM's checkpoint loader."""
 
     name: str
     shape: tuple[int, ...]
 
 
-# Parameters that travel in one buffer. Plain data: a transport of calls may turn the tuples into lists.
+# Parameters sent in one buffer. Plain data: the transport of a call may turn the tuples into lists.
 Bucket = Sequence[tuple[str, tuple[int, ...]]]
 
 
@@ -25,10 +25,10 @@ class Weights(Protocol):
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        """All buckets of the model, in the order in which they are filled."""
+        """Return all buckets of the model, in the order of filling."""
 
     def fill(self, index: int, buffer: torch.Tensor) -> None:
-        """Write bucket ``index`` to the beginning of the flat ``buffer``, in the wire's dtype.
+        """Write bucket ``index`` to the beginning of the flat ``buffer``, in the dtype for sending.
 
         Collective over the ranks that share the model.
         """
@@ -38,7 +38,7 @@ class TensorBuckets:
     """Buckets of full tensors that become available one after another, as DeepSpeed gathers them.
 
     Args:
-        parameters: of the whole model.
+        parameters: all parameters of the model.
         tensors: one full tensor of any float dtype for every entry of ``parameters``, in order.
         bucket_bytes: size of a bucket on the wire.
     """
@@ -58,7 +58,7 @@ class TensorBuckets:
 
 
 def plan_buckets(parameters: Iterable[ParameterMeta], bucket_bytes: int) -> list[list[ParameterMeta]]:
-    """Cut ``parameters``, in their order, into buckets of at most ``bucket_bytes`` on the wire.
+    """Cut ``parameters``, in their order, into buckets that send at most ``bucket_bytes``.
 
     A parameter larger than that gets a bucket of its own.
     """
@@ -80,7 +80,7 @@ def numel(bucket: Bucket) -> int:
 
 
 def unpack(bucket: Bucket, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of every parameter of ``bucket``; the tensors are views of the beginning of ``buffer``."""
+    """Return (name, tensor) of every parameter of ``bucket``; the tensors are views of the beginning of ``buffer``."""
     sizes = [math.prod(shape) for _, shape in bucket]
     for (name, shape), piece in zip(bucket, buffer[: sum(sizes)].split(sizes), strict=True):
         yield name, piece.view(tuple(shape))

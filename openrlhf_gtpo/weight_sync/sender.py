@@ -1,4 +1,4 @@
-"""The trainer's side of weight transfer: sends full buckets to engines on other GPUs, or on the trainer's own."""
+"""The trainer's side of the weight transfer: sends full buckets to engines on other GPUs, or on the trainer's own."""
 
 import socket
 from collections.abc import Callable, Sequence
@@ -17,21 +17,21 @@ from openrlhf_gtpo.weight_sync.transports import Finish, memory_of, shared_buffe
 
 T = TypeVar("T")
 
-_DEATH_IS_KNOWN = 10.0  # seconds until an engine's death is known, at most
+_DEATH_IS_KNOWN = 10.0  # maximum seconds until an engine's death is noticed
 
 # All-gather of one picklable object per rank.
 Exchange = Callable[[Any], list[Any]]
 
 
 class Engine(Protocol):
-    """A vLLM engine, or a stand-in for one: calls a method of ``WeightReceiver`` on each of its workers."""
+    """A vLLM engine, or a stand-in for one, that calls a method of ``WeightReceiver`` on each of its workers."""
 
     def __call__(self, method: str, *args: Any) -> "Future[list[Any]]":
-        """The workers' results, in worker order, or the exception of the first worker to fail."""
+        """Return the workers' results in worker order, or raise the exception of the first worker to fail."""
 
 
 def ray_engine(actor: Any) -> Engine:
-    """The engine behind the handle of a rollout actor, whose methods have the same names as the receiver's."""
+    """Make an engine from the handle of a rollout actor, whose methods have the same names as the receiver's."""
 
     def call(method: str, *args: Any) -> "Future[list[Any]]":
         return getattr(actor, method).remote(*args).future()
@@ -40,13 +40,13 @@ def ray_engine(actor: Any) -> Engine:
 
 
 class WeightSender:
-    """Rank 0 of the group that joins the trainer with ``engines``.
+    """Sends weights to ``engines`` as rank 0 of a group with all their workers.
 
     Args:
         engines: one per vLLM engine.
         tensor_parallel_size: workers in each engine.
         host: an address of this process that the engines can reach.
-        device: where this process's tensors live.
+        device: the device of this process's tensors.
 
     Raises the exception of an engine that cannot join or has died.
     """
@@ -55,7 +55,7 @@ class WeightSender:
         self._engines = list(engines)
         self._device = device
         world_size = len(self._engines) * tensor_parallel_size + 1
-        # It stays open: a port that is merely free may be taken by another process before vLLM is imported and listens
+        # Keep the socket open: another process may take a port that is only free before vLLM is imported and listens
         # (https://github.com/vllm-project/vllm/issues/51275).
         listener = socket.create_server(("", 0))
         port = int(listener.getsockname()[1])
@@ -63,7 +63,7 @@ class WeightSender:
             engine("join_weight_group", host, port, 1 + i * tensor_parallel_size, world_size)
             for i, engine in enumerate(self._engines)
         ]
-        # In a thread: joining alone would wait for an engine that has died (with gloo, for half an hour).
+        # Join in a thread: the call would wait for an engine that has died (with gloo, for half an hour).
         joined: Future[Any] = Future()
 
         def join() -> None:
@@ -77,22 +77,22 @@ class WeightSender:
         self._broadcast = joined.result()
 
     def send(self, weights: Weights, sync_checksum: bool = False, version: int = 0) -> None:
-        """Send the whole model, of that ``version``; other ranks that share it call :func:`gather` meanwhile.
+        """Send the whole model as ``version``; other ranks that share it call :func:`gather` meanwhile.
 
-        An engine's exception, or its death, is passed on.
+        Raises an engine's exception, also if it has died.
 
         Raises:
             WeightSyncError: with ``sync_checksum``, an engine's checksums differ from those of the tensors sent.
         """
         receiving = [engine("receive_weights", weights.buckets, sync_checksum, version) for engine in self._engines]
-        # An engine that has failed takes no more buckets, and nothing else would notice.
+        # A failed engine takes no more buckets, and nothing else would notice.
         check = partial(_raise_failure, receiving)
         sent: dict[str, torch.Tensor] = {}
         under_way: Finish | None = None
         try:
             for index, bucket in enumerate(weights.buckets):
                 buffer = torch.empty(numel(bucket), dtype=WIRE_DTYPE, device=self._device)
-                weights.fill(index, buffer)  # gathers this bucket while the previous one is on its way
+                weights.fill(index, buffer)  # gathers this bucket while the previous one is being sent
                 if sync_checksum:
                     sent.update(checksums(bucket, buffer))
                 if under_way:
@@ -100,7 +100,7 @@ class WeightSender:
                 under_way = self._broadcast(buffer)
             if under_way:
                 under_way(check)
-        except RuntimeError:  # gloo's: an engine's death has closed the connection, and Ray learns of it later
+        except RuntimeError:  # gloo's: a dead engine closes its connection before Ray notices
             wait(receiving, timeout=_DEATH_IS_KNOWN, return_when=FIRST_EXCEPTION)
             check()
             raise
@@ -110,21 +110,21 @@ class WeightSender:
 
 
 def gather(weights: Weights, device: torch.device) -> None:
-    """Take part in filling the buckets, on a rank that sends none."""
+    """Take part in filling the buckets, on a rank that does not send."""
     for index, bucket in enumerate(weights.buckets):
         weights.fill(index, torch.empty(numel(bucket), dtype=WIRE_DTYPE, device=device))
 
 
 class ColocatedSender:
-    """One rank of a trainer whose ranks all have the full tensors and each serve the engine workers on their own GPU.
+    """Sends weights to the engine workers on this rank's GPU. All ranks of the trainer have the full tensors.
 
-    A bucket is gathered into one of two buffers while engines load the other. Ranks meet once per bucket: by then all
-    have filled it, and the engines have read the one before.
+    A bucket is gathered into one of two buffers while engines load the other. Ranks synchronize once per bucket: by
+    then all have filled it, and the engines have read the previous one.
 
     Args:
-        engines: those that rank 0 calls; the other ranks have none.
+        engines: the engines that rank 0 calls; empty on other ranks.
         exchange: all-gather among the ranks, in rank order.
-        device: of this rank's tensors and of the engine workers that it serves.
+        device: the device of this rank's tensors and of its engine workers.
     """
 
     def __init__(self, engines: Sequence[Engine], exchange: Exchange, device: torch.device) -> None:
@@ -133,7 +133,7 @@ class ColocatedSender:
         self._device = device
 
     def send(self, weights: Weights, sync_checksum: bool = False, version: int = 0) -> None:
-        """Send the whole model, of that ``version``. Collective; what any rank or engine raises, every rank does.
+        """Send the whole model as ``version``. Collective: an exception of any rank or engine is raised on every rank.
 
         Raises:
             WeightSyncError: with ``sync_checksum``, an engine's checksums differ from those of the tensors sent.
@@ -164,7 +164,7 @@ class ColocatedSender:
 
         with ExitStack() as stack:
             handles: dict[str, list[bytes]] = {}
-            # Of ranks that share a memory, the first serves it.
+            # The first of the ranks that share a memory serves it.
             for rank_handles in reversed(self._agree(partial(share, stack))):
                 handles.update(rank_handles)
             for index, bucket in enumerate(weights.buckets):
@@ -175,17 +175,17 @@ class ColocatedSender:
             self._agree(finish)
         buffers.clear()
         if self._device.type == "cuda":
-            torch.cuda.ipc_collect()  # memory that was still open elsewhere when it was freed here
+            torch.cuda.ipc_collect()  # memory that engines still had open when it was freed here
 
     def _agree(self, step: Callable[[], T]) -> list[T]:
-        """Every rank's result of ``step``; raises on every rank if it has failed on one."""
+        """Return every rank's result of ``step``; raise on every rank if it failed on one."""
         result: T | None = None
         failure: Exception | None = None
         try:
             result = step()
-        except Exception as error:  # whatever it is: the others wait for this rank
+        except Exception as error:  # any exception: the others wait for this rank
             failure = error
-        # Exceptions of other kinds may not survive the exchange.
+        # Other types of exceptions may not survive pickling.
         reported = failure if failure is None or isinstance(failure, WeightSyncError) else RuntimeError(repr(failure))
         answers: list[tuple[Any, Exception | None]] = self._exchange((result, reported))
         if failure is not None:
@@ -197,14 +197,14 @@ class ColocatedSender:
 
 
 def _results(calls: Sequence["Future[list[Any]]"]) -> list[list[Any]]:
-    """Every engine's answer; if one fails, raises its exception without waiting for the others."""
+    """Return every engine's answer; if one fails, raise its exception without waiting for the others."""
     wait(calls, return_when=FIRST_EXCEPTION)
     _raise_failure(calls)
     return [call.result() for call in calls]
 
 
 def _raise_failure(calls: Sequence["Future[list[Any]]"]) -> None:
-    """Raise the exception of an engine that has failed by now, if any has."""
+    """Raise the exception of a failed engine, if any has failed by now."""
     for call in calls:
         if call.done():
             call.result()

@@ -1,5 +1,5 @@
-"""How a bucket gets from the trainer to engines: by a broadcast (NCCL between GPUs, gloo without them), or in shared
-memory (CUDA IPC on the same GPU, or without one a file in memory), which the trainer fills and engines map.
+"""Transports of a bucket from the trainer to engines: a broadcast (NCCL between GPUs, gloo on CPUs), or shared memory
+that the trainer fills and engines map (CUDA IPC on the same GPU, a file in memory on CPUs).
 """
 
 import os
@@ -14,22 +14,22 @@ import torch
 from openrlhf_gtpo.weight_sync.buckets import WIRE_DTYPE
 from openrlhf_gtpo.weight_sync.receipts import WeightSyncError
 
-# gloo gives up on a peer that never answers only after half an hour.
+# gloo waits half an hour for a peer that never answers.
 _POLL_SECONDS = 0.002
 
-# Waits for a broadcast, and meanwhile calls its argument, which may raise to give up.
+# Waits for a broadcast. Meanwhile calls its argument, which may raise to abort.
 Finish = Callable[[Callable[[], None]], None]
-# Begins to send rank 0's tensor into the others'; all of them must stay untouched until the result has returned.
+# Starts to send rank 0's tensor into the others'. All tensors must stay untouched until the result has returned.
 Broadcast = Callable[[torch.Tensor], Finish]
 
 
 def join(
     host: str, port: int, rank: int, world_size: int, device: torch.device, listener: socket.socket | None = None
 ) -> Broadcast:
-    """Join the trainer's rank 0 and every vLLM worker as ``rank`` of ``world_size``; returns when all have joined.
+    """Join the trainer's rank 0 and all vLLM workers, as ``rank`` of ``world_size``; returns when all have joined.
 
     Args:
-        listener: on rank 0, the socket where they meet, on ``port``; the group owns it from here on.
+        listener: on rank 0, the rendezvous socket on ``port``, which the group then owns.
 
     Raises:
         WeightSyncError: vLLM's NCCL is switched off.
@@ -43,12 +43,12 @@ def join(
             host=host, port=port, rank=rank, world_size=world_size, listen_socket=listener
         )
         communicator = PyNcclCommunicator(meeting, device=device)
-        if communicator.disabled:  # it would silently send and receive nothing
+        if communicator.disabled:  # with NCCL off, it would silently send nothing
             raise WeightSyncError("vLLM's NCCL is off: unset VLLM_DISABLE_PYNCCL, or see why libnccl does not load.")
 
         def start_nccl(tensor: torch.Tensor) -> Finish:
             communicator.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
-            return lambda check: check()  # only enqueued: waiting is left to the stream
+            return lambda check: check()  # only enqueued; the stream waits
 
         return start_nccl
 
@@ -74,7 +74,7 @@ def join(
 
 
 def memory_of(device: torch.device) -> str:
-    """Name of the memory that processes can share: the physical GPU, whatever each process calls it, or the host."""
+    """Name the memory that processes can share: the physical GPU, however each process numbers it, or the host."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_properties(device).uuid)
     return socket.gethostname()
@@ -82,11 +82,11 @@ def memory_of(device: torch.device) -> str:
 
 @contextmanager
 def shared_buffer(numel: int, device: torch.device) -> Iterator[tuple[torch.Tensor, bytes]]:
-    """A flat tensor (``numel``,) on ``device`` and the handle by which other processes can open it, until the end of
-    the context.
+    """Allocate a flat tensor (``numel``,) on ``device``, with a handle for other processes, until the end of the
+    context.
 
     Raises:
-        OSError: a host without CUDA has no room for them.
+        OSError: a host without CUDA has no room for it.
     """
     if device.type == "cuda":
         from torch.multiprocessing.reductions import reduce_tensor
@@ -94,9 +94,9 @@ def shared_buffer(numel: int, device: torch.device) -> Iterator[tuple[torch.Tens
         tensor = torch.empty(numel, dtype=WIRE_DTYPE, device=device)
         yield tensor, pickle.dumps(reduce_tensor(tensor))
         return
-    # A file without a name: it goes when its last user ends, in whatever way. torch's shared memory counts its users
-    # on the assumption that each handle is opened once (torch 2.13.0, multiprocessing/reductions.py, reduce_storage),
-    # and here every engine opens it.
+    # A file without a name disappears with its last user, however that ends. torch's shared memory counts users and
+    # assumes that each handle is opened once (torch 2.13.0, multiprocessing/reductions.py, reduce_storage), and here
+    # every engine opens it.
     file = os.memfd_create("weights")
     try:
         os.posix_fallocate(file, 0, max(1, numel * WIRE_DTYPE.itemsize))
@@ -107,10 +107,10 @@ def shared_buffer(numel: int, device: torch.device) -> Iterator[tuple[torch.Tens
 
 
 def open_shared(handle: bytes, device: torch.device) -> torch.Tensor:
-    """The buffer (N,) behind ``handle`` as a tensor of this process."""
+    """Open the buffer (N,) behind ``handle`` as a tensor of this process."""
     if device.type == "cuda":
         rebuild, arguments = pickle.loads(handle)
-        # Without the sender's number of the GPU: the two processes may see different ones.
+        # Drop the sender's GPU number, because the two processes may number GPUs differently.
         return rebuild(*arguments[:6], device.index, *arguments[7:])
     return _map(*pickle.loads(handle))
 

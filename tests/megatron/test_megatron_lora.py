@@ -300,7 +300,7 @@ def test_adapters_of_another_kind_or_base_are_refused(
         (source, LoraOptions(8, 16.0), "rank"),
         (source, LoraOptions(6, 6.0), "alpha"),
         (source, LoraOptions(6, 12.0, ("q_proj",)), "q_proj"),
-        (source, None, "adapters alone"),
+        (source, None, "only adapters"),
         (other, ALL, "other weights of the base model"),
     ]
     calls = [(program.resume, (model, SP2, options, folder, distributed)) for model, options, _ in cases]

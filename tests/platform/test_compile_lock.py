@@ -50,5 +50,5 @@ def test_a_lock_at_work_is_waited_for(killed: Path, capsys: pytest.CaptureFixtur
     baton.release()
     assert (
         capsys.readouterr().out
-        == f"Waiting for another compilation, until 600 s after its last file: {killed.parent}\n"
+        == f"Waiting for the compilation in {killed.parent}, or for 600 s without a new file\n"
     )

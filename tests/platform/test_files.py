@@ -55,7 +55,7 @@ def test_a_part_of_a_model_is_no_model(cached: Callable[..., Path], names: tuple
     assert model_folder("someone/something", weights=False) == folder
     with pytest.raises(UsageError, match=f"the weights in {folder} lack ") as refusal:
         model_folder("someone/something")
-    assert f"lack {missing}; fetch them where there is a network (hf download someone/something)" in str(refusal.value)
+    assert f"lack {missing}; fetch them on a host with a network (hf download someone/something)" in str(refusal.value)
     (folder / INDEX).write_text('{"weight_map": ')
     with pytest.raises(UsageError, match=f"{folder}: {INDEX} cannot be read: Expecting value"):
         model_folder("someone/something")

@@ -68,7 +68,7 @@ def test_a_killed_writer_leaves_the_dump_before_it_or_none(tmp_path: Path) -> No
     assert killed.returncode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(".step") and left.stat().st_size > 1000
-    with pytest.raises(ValueError, match="holds no step_"):
+    with pytest.raises(ValueError, match="has no step_"):
         find_dumps(tmp_path)
 
 

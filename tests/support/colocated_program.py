@@ -60,8 +60,8 @@ def story() -> None:
     }
     expected = {
         "corrupt": (WeightSyncError, "layers.0.proj.weight reached worker 0 of vLLM engine 1 with other values"),
-        "forget": (WeightSyncError, "layers.0.scale was not loaded, or not completely, by worker 0 of vLLM engine 1"),
-        "stop": (WeightSyncError, "head.weight was not loaded, or not completely, by worker 0 of vLLM engine 1"),
+        "forget": (WeightSyncError, "layers.0.scale was not loaded completely by worker 0 of vLLM engine 1"),
+        "stop": (WeightSyncError, "head.weight was not loaded completely by worker 0 of vLLM engine 1"),
         "fail": (RuntimeError, "cannot load head.weight"),
     }
     for silent in (False, True):

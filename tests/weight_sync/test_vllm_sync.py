@@ -150,7 +150,7 @@ def test_a_parameter_that_is_not_sent_is_named(synced: Synced, transport: str) -
         (f"{layer}self_attn.k_proj.weight", f"{layer}self_attn.qkv_proj.weight"),
     ):
         with pytest.raises(
-            WeightSyncError, match=f"{engines_name} was not loaded, or not completely, by worker 0 of vLLM engine 0"
+            WeightSyncError, match=f"{engines_name} was not loaded completely by worker 0 of vLLM engine 0"
         ):
             synced.send({n: w for n, w in weights.items() if n != name}, 20_000, transport)
     synced.send(weights, 20_000, transport)

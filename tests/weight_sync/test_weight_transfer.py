@@ -62,11 +62,11 @@ def test_engines_that_work_and_engines_that_fail(start: Start) -> None:
             ("corrupt", "layers.0.proj.weight"),
             "layers.0.proj.weight reached worker 0 of vLLM engine 1 with other values",
         ),
-        (("stop", "head.weight"), "head.weight was not loaded, or not completely, by worker 0 of vLLM engine 1"),
+        (("stop", "head.weight"), "head.weight was not loaded completely by worker 0 of vLLM engine 1"),
         (("stop", "layers.0.scale"), "head.weight was sent, but never reached worker 0 of vLLM engine 1"),
         (
             ("forget", "layers.0.scale"),
-            "layers.0.scale was not loaded, or not completely, by worker 0 of vLLM engine 1",
+            "layers.0.scale was not loaded completely by worker 0 of vLLM engine 1",
         ),
     ):
         engines[1]("set_fault", *fault).result()

@@ -79,12 +79,12 @@ def test_files_that_are_no_whole_dumps(refused: Callable[..., str], dump: Callab
     assert refused({FLAG: ""}).endswith("to be a folder with dumps, got an empty string.")
     assert refused({FLAG: tmp_path / "nowhere"}).endswith("nowhere does not exist; give a dump or a run's folder.")
     (tmp_path / "empty").mkdir()
-    assert "holds no step_*.parquet" in refused({FLAG: tmp_path / "empty"})
+    assert "has no step_*.parquet" in refused({FLAG: tmp_path / "empty"})
     dump(), dump(folder="rollouts/again")
     assert "found the same step twice: " in refused({FLAG: tmp_path / "rollouts"})
     whole = dump_file(dump(folder="cut"), 1)
     whole.write_bytes(whole.read_bytes()[:-9])
-    assert "is not a whole Parquet file" in refused({FLAG: tmp_path / "cut"})
+    assert "is not a complete Parquet file" in refused({FLAG: tmp_path / "cut"})
 
 
 @pytest.mark.parametrize(
