@@ -64,7 +64,7 @@ class GTPOConfig(ShapingConfig):
         if not math.isclose(total, 1, abs_tol=1e-9):
             raise ValueError(
                 f"alpha1={self.alpha1:g}, alpha2={self.alpha2:g} sum to {total:g}, but variant={self.variant!r} "
-                "needs alpha1 + alpha2 = 1 (Eq. 11); give only one of them, and the other follows."
+                "needs alpha1 + alpha2 = 1 (Eq. 11); give only one of them and the other follows."
             )
         if upper < 1 - 1e-9:
             raise ValueError(

@@ -1,6 +1,6 @@
-"""Directories that are built once: written next to their final place, then renamed into it.
+"""Directories that are built once: written beside their final place, then renamed.
 
-A marker file says that a directory is complete and what it was made from.
+A marker file records that a directory is complete, and its recipe.
 """
 
 import json
@@ -19,24 +19,24 @@ MARKER = "made_from.json"
 
 
 def build_once(output_dir: str | Path, recipe: Mapping[str, Any], build: Callable[[Path], None]) -> Path:
-    """Make `output_dir` with `build(empty_dir)`, unless it already holds the result of the same `recipe`.
+    """Make `output_dir` with `build(empty_dir)`, unless it already has the result of the same `recipe`.
 
     An interrupted call leaves nothing under the final name, and a result with a missing or truncated file is rebuilt.
 
     Args:
         output_dir: the final directory; its parents are created.
         recipe: what the result depends on (versions, seeds, sizes), JSON-serializable.
-        build: fills the directory it is given; its exceptions are passed on.
+        build: fills the directory that it gets. Its exceptions are passed on.
 
     Returns:
         The absolute path of `output_dir`.
 
     Raises:
-        ValueError: `output_dir` exists and holds something else, or the result of another recipe. Nothing is deleted.
-        OSError: it cannot be written.
+        ValueError: `output_dir` has other files, or the result of another recipe. Nothing is deleted.
+        OSError: the directory cannot be written.
     """
     target = Path(output_dir).expanduser().resolve()
-    plain = json.loads(json.dumps(recipe))  # with lists for tuples, as the marker has it
+    plain = json.loads(json.dumps(recipe))  # tuples become lists, as in the marker
     if _is_complete(target, plain):
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -52,14 +52,14 @@ def build_once(output_dir: str | Path, recipe: Mapping[str, Any], build: Callabl
             path.chmod(0o755 if path.is_dir() else 0o644)
         damaged = target.exists() and any(target.iterdir())
         if not (damaged and _is_complete(target, plain)):  # another process may have finished the same work first
-            if damaged:  # renamed first, so that a kill during the deletion does not leave it unmarked
+            if damaged:  # renamed first: a kill during the deletion would leave it without a marker
                 shutil.rmtree(target.rename(tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=target.parent)))
             try:
                 os.replace(partial, target)
-            except OSError:  # another process may have finished it since
+            except OSError:  # another process may have finished meanwhile
                 if not _is_complete(target, plain):
                     raise
-    except SafetensorError as error:  # what its writer makes of a full disk
+    except SafetensorError as error:  # safetensors' error for a full disk
         raise OSError(f"{target} cannot be written: {one_line(error)}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -67,7 +67,7 @@ def build_once(output_dir: str | Path, recipe: Mapping[str, Any], build: Callabl
 
 
 def _is_complete(target: Path, recipe: Mapping[str, Any]) -> bool:
-    """True if `target` is the whole result of `recipe`; False if it is absent, empty or a damaged result of it."""
+    """True if `target` is the complete result of `recipe`; False if it is absent, empty or damaged."""
     if not target.exists():
         return False
     if not target.is_dir():

@@ -1,8 +1,8 @@
-"""Takes from this process what a model's program must not have, then runs the program, which is on stdin. Started by
-``sandbox``, as a script: ``confined.py PARENT SECONDS MEMORY_MB DISK_MB FOLDER SITE_PACKAGES…``.
+"""Drops this process's rights that a model's program must not have, then runs the program from stdin. ``sandbox``
+starts it as a script: ``confined.py PARENT SECONDS MEMORY_MB DISK_MB FOLDER SITE_PACKAGES…``.
 
-Two walls of the kernel's need no privilege, and stand in a container too: Landlock, for files, and a filter that
-lists the system calls which remain. Where namespaces are allowed, the folder is a disk in memory besides.
+Two kernel mechanisms need no privilege and also work in a container: Landlock for files, and a filter that lists the
+allowed system calls. Where namespaces are allowed, the folder is also a disk in memory.
 """
 
 import ctypes
@@ -17,9 +17,9 @@ from types import ModuleType
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
-# What a program may call: nothing that starts a process or thread, reaches another one, opens a socket, changes a
-# file's mode, owner or times, or takes memory that RLIMIT_AS does not count. Of the names that only x86-64 has, the
-# other architectures have the newer kin.
+# The allowed system calls. None of them starts a process or thread, reaches another one, opens a socket, changes a
+# file's mode, owner or times, or takes memory that RLIMIT_AS does not count. Names that only x86-64 has are listed
+# with their newer equivalents.
 CALLS = """
     access brk chdir clock_getres clock_gettime clock_nanosleep close close_range copy_file_range dup dup2 dup3
     epoll_create1 epoll_ctl epoll_pwait epoll_wait eventfd2 exit exit_group faccessat faccessat2 fadvise64 fallocate
@@ -32,20 +32,20 @@ CALLS = """
     statfs statx sysinfo timerfd_create timerfd_gettime timerfd_settime times umask uname unlink unlinkat write writev
 """.split()
 _ANY = 2**64 - 1  # a mask: the whole argument
-# Besides, these with an argument that fits: (its position, mask, value under the mask).
+# Also allowed, if an argument matches: (its position, mask, value under the mask).
 CALLS_IF: list[tuple[str, tuple[tuple[int, int, int], ...]]] = [
-    # Landlock sees no file that is opened for neither reading nor writing (3) and, before Linux 6.2, no O_TRUNC.
+    # Landlock misses files opened for neither reading nor writing (3) and, before Linux 6.2, O_TRUNC.
     ("openat", ((2, os.O_ACCMODE | os.O_TRUNC, os.O_RDONLY),)),
     ("openat", ((2, os.O_ACCMODE, os.O_WRONLY),)),
     ("openat", ((2, os.O_ACCMODE, os.O_RDWR),)),
-    # A pair's ends talk to each other alone: no datagrams, which may go anywhere.
+    # A pair's ends can only reach each other. No datagrams, which can go anywhere.
     ("socketpair", ((0, _ANY, 1), (1, 0xF, 1))),  # AF_UNIX, SOCK_STREAM
     ("sendto", ((4, _ANY, 0),)),
-    # To itself.
+    # Signals to itself.
     ("kill", ((0, _ANY, os.getpid()),)),
     ("tgkill", ((0, _ANY, os.getpid()),)),
     ("prlimit64", ((0, _ANY, 0),)),
-    # Without F_SETOWN, which has signals sent to another process, F_NOTIFY and leases.
+    # Without F_SETOWN, which sends signals to another process, F_NOTIFY and leases.
     *(("fcntl", ((1, _ANY, command),)) for command in (*range(F_DUPFD, F_SETLKW + 1), F_DUPFD_CLOEXEC)),
     # TCGETS, FIONREAD, FIONBIO, FIONCLEX and FIOCLEX of asm-generic/ioctls.h.
     *(("ioctl", ((1, _ANY, command),)) for command in (0x5401, 0x541B, 0x5421, 0x5450, 0x5451)),
@@ -65,8 +65,8 @@ def _check(failed: bool, what: str) -> None:
 
 
 def _enter_namespaces(folder: str, disk_mb: int) -> None:
-    """Mount a disk in memory over ``folder``, which nobody else sees and which goes with this process; without a
-    network or System V's memory, as a second wall. Where it is not allowed, the folder remains what it is."""
+    """Mount a private disk in memory over ``folder``, which disappears with this process, and drop the network and
+    System V's memory as a second barrier. Where namespaces are not allowed, the folder stays as it is."""
     uid, gid = os.getuid(), os.getgid()
     if _libc.unshare(0x10000000 | 0x20000 | 0x40000000 | 0x08000000):  # CLONE_NEWUSER, NEWNS, NEWNET, NEWIPC
         return
@@ -83,12 +83,12 @@ def _limit_files(folder: str, readable: list[str]) -> None:
     version = _libc.syscall(444, None, 0, 1)  # landlock_create_ruleset; 445 is add_rule, 446 restrict_self
     _check(
         version < 1,
-        "Landlock is missing here: it takes Linux 5.13 or newer with landlock in lsm= of the kernel's command line "
-        "and, in a container, call rules that know it, as Docker's since version 23",
+        "Landlock is missing here: it needs Linux 5.13 or newer with landlock in lsm= on the kernel's command line "
+        "and, in a container, seccomp rules that allow it, as Docker has since version 23",
     )
     handled = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     rules = _libc.syscall(444, struct.pack("Q", handled), 8, 0)
-    _check(rules < 0, "Landlock makes no rules")
+    _check(rules < 0, "Landlock cannot make rules")
     rights = dict.fromkeys(filter(os.path.exists, readable), _READ_FILE | _READ_DIR)
     for path, right in {**rights, folder: _READ_FILE | _OWN_FOLDER, "/dev/null": _READ_FILE | _WRITE_FILE}.items():
         if not os.path.isdir(path):
@@ -96,7 +96,7 @@ def _limit_files(folder: str, readable: list[str]) -> None:
         place = os.open(path, os.O_PATH | os.O_CLOEXEC)
         _check(_libc.syscall(445, rules, 1, struct.pack("=Qi", right & handled, place), 0), f"Landlock and {path}")
         os.close(place)
-    _check(_libc.syscall(446, rules, 0), "Landlock restricts nothing")
+    _check(_libc.syscall(446, rules, 0), "Landlock cannot restrict this process")
     os.close(rules)
 
 
@@ -112,22 +112,22 @@ def _limit_calls() -> None:
         fits = b"".join(struct.pack("IIQQ", place, _MASKED_EQUAL, mask, value) for place, mask, value in arguments)
         failed = number != -1 and seccomp.seccomp_rule_add_array(rules, _ALLOW, number, len(arguments), fits)
         _check(failed, f"libseccomp knows no rule for {name}")
-    _check(seccomp.seccomp_load(rules), "The kernel takes no filter of system calls: it takes CONFIG_SECCOMP_FILTER")
+    _check(seccomp.seccomp_load(rules), "The kernel accepts no filter of system calls: it needs CONFIG_SECCOMP_FILTER")
 
 
 def _confine(parent: int, seconds: int, memory_mb: int, disk_mb: int, folder: str, packages: list[str]) -> None:
-    # It does not outlive its parent.
+    # End with the parent.
     _libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         sys.exit("the parent has ended")
     _enter_namespaces(folder, disk_mb)
     os.chdir(folder)
     limits = {"AS": memory_mb << 20, "FSIZE": disk_mb << 20, "NOFILE": 64, "MSGQUEUE": 0}
-    limits["CORE"] = 1  # not 0, which programs that get core dumps by a pipe do not heed
+    limits["CORE"] = 1  # not 0, which core dumps through a pipe ignore
     for name, limit in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 2))  # SIGXCPU, then SIGKILL
-    # No capability: neither root's nor those of a namespace.
+    # Drop all capabilities: root's, and the namespace's.
     _check(_libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)), "Capabilities remain")
     _check(_libc.prctl(38, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS is refused")
     prefixes = (sys.prefix, sys.base_prefix, "/usr", "/")
@@ -137,7 +137,7 @@ def _confine(parent: int, seconds: int, memory_mb: int, disk_mb: int, folder: st
     _limit_calls()
 
 
-# In what is raised when one of the limits is met.
+# Parts of the errors that a limit raises.
 _MET = (
     *("not permitted", "Permission denied", "new thread"),
     *("failed to map segment", "allocate memory", "No space left", "too large"),
@@ -145,11 +145,11 @@ _MET = (
 
 
 def main(parent: str, seconds: str, memory_mb: str, disk_mb: str, folder: str, *packages: str) -> None:
-    """Run the program on stdin, confined; the last line of one that wanted too much says what there is."""
+    """Run the program on stdin, confined. If it hits a limit, the last line lists the limits."""
     source = sys.stdin.buffer.read()
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
-    sys.path += packages  # without site's .pth files, which may do anything
+    sys.path += packages  # without site's .pth files, which may run any code
     site.setquit()
     _confine(int(parent), int(seconds), int(memory_mb), int(disk_mb), folder, list(packages))
     sys.argv = ["-"]
@@ -158,7 +158,7 @@ def main(parent: str, seconds: str, memory_mb: str, disk_mb: str, folder: str, *
         exec(compile(source, "<stdin>", "exec", dont_inherit=True), vars(module))
     except Exception as error:
         assert error.__traceback__ is not None
-        error.__traceback__ = error.__traceback__.tb_next  # without this frame
+        error.__traceback__ = error.__traceback__.tb_next  # the traceback without this frame
         sys.excepthook(type(error), error, error.__traceback__)
         if isinstance(error, MemoryError) or any(words in str(error) for words in _MET):
             print(

@@ -1,4 +1,4 @@
-"""Converts data sets of problems and answers to the train.jsonl and eval.jsonl that OpenRLHF reads.
+"""Converts data sets of problems and answers to train.jsonl and eval.jsonl for OpenRLHF.
 
 Matching flags: `--data.prompt_dataset DIR/train.jsonl --data.input_key input --data.label_key label
 --data.apply_chat_template`, with `math_verify_reward.py` as `--reward.remote_url`.
@@ -23,7 +23,7 @@ _FILES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A set of questions: its place on the Hugging Face hub, its columns, and how many questions there are."""
+    """A set of questions: its name on the Hugging Face hub, its columns, and the number of questions."""
 
     source: str
     split: str
@@ -48,7 +48,7 @@ BENCHMARKS = {
 def write_benchmarks(
     names: Iterable[str], output_dir: str | Path, source_dir: Path | None = None, instruction: str = INSTRUCTION
 ) -> tuple[Path, str]:
-    """Write each benchmark as ``NAME.jsonl`` for `cli.evaluate`; return the folder, and a text with each one's counts.
+    """Write each benchmark as ``NAME.jsonl`` for `cli.evaluate`; return the folder, and a text with the counts.
 
     Args:
         names: keys of BENCHMARKS.
@@ -63,7 +63,7 @@ def write_benchmarks(
     texts, counts = {}, []
     for name in names:
         if (directory / f"{name}.jsonl").exists():
-            raise ValueError(f"--output {directory} has {name}.jsonl already; name another folder or remove it")
+            raise ValueError(f"--output {directory} already has {name}.jsonl; name another folder or remove it")
         benchmark = BENCHMARKS[name]
         if source_dir is None:
             table = load_table(benchmark.source, benchmark.config, benchmark.split)
@@ -78,14 +78,14 @@ def write_benchmarks(
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
         texts[name] = _lines(rows)
-        left_out = f"; left out: {repeated} repeated, {unread} whose answer cannot be checked"
+        left_out = f"; left out: {repeated} repeated, {unread} with an answer that cannot be checked"
         counts.append(f"{name}: {len(rows)} of {benchmark.questions} questions{left_out if repeated + unread else ''}")
     _write_all(directory, texts)
     return directory, "\n".join(counts)
 
 
 def load_table(source: str, config: str | None = None, split: str = "train") -> Iterable[Mapping[str, Any]]:
-    """The rows of a file, or of a data set on the Hugging Face hub.
+    """Load the rows of a file, or of a data set on the Hugging Face hub.
 
     Raises:
         ValueError: a file is missing, cannot be read, or is given with a configuration or a split; or a data set
@@ -99,7 +99,7 @@ def load_table(source: str, config: str | None = None, split: str = "train") -> 
         raise ValueError(f"--source {source} does not exist")
     if kind is not None and (config is not None or split != "train"):
         flag = f"--split {split}" if config is None else f"--config {config}"
-        raise ValueError(f"--source {source} is a file, of which no {flag} is read; leave it out")
+        raise ValueError(f"--source {source} is a file, so {flag} has no use; leave it out")
     if kind == "csv":
         return csv_rows(path)
     if kind == "json":
@@ -110,7 +110,7 @@ def load_table(source: str, config: str | None = None, split: str = "train") -> 
         if kind is not None:
             return datasets.load_dataset(kind, data_files=str(path), split="train")
         return datasets.load_dataset(source, config, split=split)
-    except Exception as error:  # the library's readers raise whatever their parsers do, and wrap some of it
+    except Exception as error:  # the library's readers pass on any exception of their parsers, and wrap some
         raise ValueError(
             f"--source {source} cannot be read as Parquet or as a data set of the Hugging Face hub: "
             f"{one_line(error.__cause__ or error)}"
@@ -130,14 +130,14 @@ def write_math_files(
 ) -> tuple[Path, str]:
     """Write `train.jsonl`, and `eval.jsonl` if rows are held out; return their folder and a summary of the rows.
 
-    A row has `input` (the problem, or chat messages) and `label` (the answer). Problems that are empty or repeated
-    (the same text but for white space) are left out, and so are those whose answer Math-Verify cannot read: the reward
-    could not compare with it.
+    A row has `input` (the problem, or chat messages) and `label` (the answer). Left out are empty problems, repeated
+    ones (the same text except for white space), and problems with an answer that Math-Verify cannot read, because the
+    reward could not compare with it.
 
     Args:
         table: rows with these columns.
         problem_key, answer_key: a column's name, or `a.b` for field b of column a.
-        answer_after: the answer is what follows the last occurrence of this text, where it occurs (GSM8K's "####").
+        answer_after: the answer follows the last occurrence of this text, if any (GSM8K's "####").
         instruction: appended to each problem that is text; chat messages are left as they are.
         system: system message put before each problem that is text.
         eval_size: number of problems to hold out, drawn with `seed`.
@@ -147,7 +147,7 @@ def write_math_files(
             there are too few problems.
     """
     directory = Path(output_dir).expanduser().resolve()
-    # Checked before the answers are read, which may take minutes.
+    # Checked first, because reading the answers may take minutes.
     if eval_size < 0:
         raise ValueError(f"Expected --eval-size >= 0, got {eval_size}.")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -165,7 +165,7 @@ def write_math_files(
     _write_all(directory, texts)
     return directory, (
         f"{len(rows) - eval_size} problems to train on, {eval_size} held out; left out: {repeated} repeated, "
-        f"{without_answer} without a problem, or whose answer is not a mathematical expression"
+        f"{without_answer} without a problem, or with an answer that is not a mathematical expression"
     )
 
 
@@ -176,7 +176,7 @@ def _lines(rows: Iterable[Mapping[str, Any]]) -> str:
 def _write_all(directory: Path, texts: Mapping[str, str]) -> None:
     """Write ``NAME.jsonl`` for each text, or none of them if the disk has no room for all."""
     directory.mkdir(parents=True, exist_ok=True)
-    # In the folder itself, which may be a disk of its own.
+    # Inside the folder, which may be a disk of its own.
     with TemporaryDirectory(prefix=".partial-", dir=directory) as partial:
         for name, text in texts.items():
             Path(partial, name).write_text(text, encoding="utf-8")
@@ -192,9 +192,8 @@ def _read_problems(
     instruction: str,
     system: str,
 ) -> tuple[list[dict[str, Any]], int, int]:
-    """The rows of a table, with `input` and `label` (:func:`write_math_files`); how many problems were left out as
-    repeated, and how many because the problem or its answer is missing or cannot be read. Several answers become one
-    list.
+    """Read the rows of a table, with `input` and `label` (:func:`write_math_files`). Also count the problems that were
+    left out: repeated ones, and ones with a missing or unreadable problem or answer. Several answers become one list.
     """
     problems: dict[str, dict[str, Any]] = {}
     repeated = without_answer = 0
@@ -202,7 +201,9 @@ def _read_problems(
         problem = _field(row, problem_key, number)
         answers = _field(row, answer_key, number)
         answers = answers if isinstance(answers, list) else [answers]
-        answer = ", ".join(str(part) for part in answers if part is not None and part == part)  # no empty cell, no NaN
+        answer = ", ".join(
+            str(part) for part in answers if part is not None and part == part
+        )  # skip empty cells and NaN
         if answer_after is not None:
             answer = answer.rpartition(answer_after)[2].strip()
         problem = problem.strip() if isinstance(problem, str) else problem
@@ -211,8 +212,8 @@ def _read_problems(
         )
         if not (problem is None or isinstance(problem, str) or is_messages):
             raise ValueError(
-                f"row {number} has the {problem_key} {str(problem)[:60]!r}; expected a text, or chat messages with "
-                "role and content"
+                f"row {number} expected {problem_key} to be a text, or chat messages with role and content, got "
+                f"{str(problem)[:60]!r}"
             )
         contents = [message["content"] for message in problem] if isinstance(problem, list) else [problem or ""]
         key = "".join("".join(map(str, contents)).split())
@@ -233,7 +234,7 @@ def _field(row: Mapping[str, Any], key: str, number: int) -> Any:
     value: Any = row
     for name in key.split("."):
         if not isinstance(value, Mapping) or name not in value:
-            columns = " ".join(", ".join(row).split())  # on one line, whatever the columns are called
+            columns = " ".join(", ".join(row).split())  # on one line, even if column names have line breaks
             raise ValueError(f"row {number} has no column {key}; it has {columns}")
         value = value[name]
     return value

@@ -4,10 +4,10 @@ The reward is 1 if the response's last \boxed{...} (without one: its last formul
 mathematically, according to Math-Verify, else 0. Labels are answers in LaTeX or plain text, such as `cli.prepare math`
 writes. OpenRLHF loads this file by its path and calls `reward_func` from threads, for one response at a time.
 
-Math-Verify stops a runaway simplification with SIGALRM, which works only in a main thread; in other threads there can
-be no limit (https://github.com/huggingface/Math-Verify/issues/55). So each judgment is made by the main thread of a
-child process (`python3 -m` this module: a JSON line in, a JSON line out). The child ends with its parent, and is
-killed and replaced if even the alarm does not stop it.
+Math-Verify stops a runaway simplification with SIGALRM, which only works in a main thread
+(https://github.com/huggingface/Math-Verify/issues/55). So the main thread of a child process makes each judgment
+(`python3 -m` this module: a JSON line in, a JSON line out). The child ends with its parent. If even the alarm does not
+stop it, it is killed and replaced.
 """
 
 import json
@@ -28,17 +28,17 @@ SECONDS_IN_ALL = 60.0
 TINY = 1e-3
 
 BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
-BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace does not count
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # skips escaped braces
 WITHOUT_BRACES = re.compile(r"[-+]?(?:\d|\\[a-zA-Z{])(?:(?!\\[\])])[^\s$])*")
-ALONE = re.compile(r"\\boxed\{|\$[^$]+\$$")  # a lone formula, not a response that contains some
-MONEY = re.compile(r"(?<!\\)\\\$")  # an escaped dollar, of an amount of money
+ALONE = re.compile(r"\\boxed\{|\$[^$]+\$$")  # a response that is one formula
+MONEY = re.compile(r"(?<!\\)\\\$")  # an escaped dollar sign, for money
 SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+\.?\d*|\.\d+)e([-+]?\d+)(?![\w.])")
-BASE = re.compile(r"[^_]*\d_\{?(\d+)\W*$")  # of a number that is the answer, such as 101_2: Math-Verify drops it
+BASE = re.compile(r"[^_]*\d_\{?(\d+)\W*$")  # the base of an answer such as 101_2, which Math-Verify drops
 
 
 @dataclass(frozen=True)
 class Grade:
-    """The judgment of a response: is it correct, was an answer found in it, and did judging it take too long?"""
+    """The judgment of a response: whether it is correct, has an answer, and took too long to judge."""
 
     correct: bool
     answered: bool
@@ -54,8 +54,8 @@ def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence
         labels: the answer.
 
     Returns:
-        `rewards` and `scores`, 0.0 or 1.0, and `extra_logs` with `no_answer` (1.0 if no answer was found in the
-        response) and `grading_timed_out` (1.0 if judging it was given up).
+        `rewards` and `scores`, 0.0 or 1.0, and `extra_logs` with `no_answer` (1.0 if the response has no answer) and
+        `grading_timed_out` (1.0 if judging took too long).
 
     Raises:
         ValueError: not exactly one response, or a label that is not a mathematical expression.
@@ -68,13 +68,13 @@ def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence
 
 
 def answer_of(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str]) -> str | None:
-    """The box of one response, for majority voting as text; None without one. Same arguments as `reward_func`."""
+    """Return one response's box as text, for majority voting; None without one. Same arguments as `reward_func`."""
     answer = final_answer(response_and_label(queries, prompts, labels)[0])
     return answer if answer.startswith("\\boxed{") else None
 
 
 class GraderPool:
-    """Judges for any number of threads, in at most ``size`` child processes, which start when needed."""
+    """Judges responses for any number of threads, in at most ``size`` child processes, which start when needed."""
 
     def __init__(self, size: int | None = None, seconds: float = SECONDS_IN_ALL) -> None:
         self._free: queue.LifoQueue[subprocess.Popen[str] | None] = queue.LifoQueue()
@@ -83,11 +83,11 @@ class GraderPool:
             self._free.put(None)
 
     def grade(self, response: str, answer: str) -> Grade:
-        """Judge whether ``response`` ends in something equal to ``answer``.
+        """Judge whether the final answer of ``response`` equals ``answer``.
 
         Raises:
             ValueError: ``answer`` is not a mathematical expression.
-            RuntimeError: the child process ended by itself, for example for lack of memory.
+            RuntimeError: the child process died, for example for lack of memory.
         """
         child = self._free.get()
         try:
@@ -109,7 +109,7 @@ _GRADERS = GraderPool()
 
 
 def _ask(child: subprocess.Popen[str], question: str, seconds: float) -> str | None:
-    """The child's reply; None if it gave none in time and was killed."""
+    """Return the child's reply; None if it was too slow and was killed."""
     assert child.stdin is not None and child.stdout is not None
     too_late = threading.Event()
 
@@ -128,7 +128,7 @@ def _ask(child: subprocess.Popen[str], question: str, seconds: float) -> str | N
     finally:
         limit.cancel()
     if too_late.is_set():
-        child.wait()  # even if it has just replied: it must not be asked again
+        child.wait()  # even if it has just replied: it must not be used again
         return None
     if line:
         return line
@@ -136,7 +136,7 @@ def _ask(child: subprocess.Popen[str], question: str, seconds: float) -> str | N
 
 
 def judge(response: str, answer: str) -> Grade:
-    """Math-Verify's judgment of `final_answer(response)`, in this thread, which must be the main one of its process.
+    """Judge `final_answer(response)` with Math-Verify in this thread, which must be its process's main thread.
 
     Raises:
         ValueError: ``answer`` is not a mathematical expression.
@@ -158,29 +158,29 @@ def judge(response: str, answer: str) -> Grade:
 
 
 def _tiny_and_apart(expected: Any, given: Any) -> bool:
-    """True if two numbers below 0.001 differ by more than a thousandth of the larger. Math-Verify does not see this,
-    because its six decimals and its zeros are absolute."""
+    """True if two numbers below 0.001 differ by more than a thousandth of the larger. Math-Verify misses this, because
+    it compares six absolute decimals."""
     if expected == given or not all(getattr(answer, "is_number", False) for answer in (expected, given)):
         return False
     try:
         first, second = expected.doit().evalf(), given.doit().evalf()
         largest = max(abs(first), abs(second))
         return bool(largest < TINY and abs(first - second) > TINY * largest)
-    except Exception:  # values without an order, such as NaN, and whatever sympy raises
+    except Exception:  # values without an order, such as NaN, and any error of sympy
         return False
 
 
 def final_answer(response: str) -> str:
-    r"""The part of a response that Math-Verify is to read: its last \boxed{...} or \fbox{...}, or else the whole text.
+    r"""Extract the part of a response for Math-Verify: its last \boxed{...} or \fbox{...}, or else the whole text.
 
-    Only the last box counts, whatever comes before or after it: `x=\boxed{1}, y=\boxed{2}` answers 2; an answer of
-    several parts goes into one box. Math-Verify itself would read boxes close together as a set. A box that is
-    empty (the instruction quoted) or never closed (a response cut off, perhaps in the middle of a number) is
-    skipped, so the one before it counts. `\boxed 4` without braces is a box if a number or command follows.
+    Only the last box counts: `x=\boxed{1}, y=\boxed{2}` answers 2. An answer of several parts goes into one box.
+    (Math-Verify itself would read nearby boxes as a set.) An empty box (the instruction quoted) or one that is never
+    closed (a truncated response, perhaps in the middle of a number) is skipped, so the one before it counts. `\boxed
+    4` without braces is a box if a number or command follows.
 
-    In a text without a box, Math-Verify reads the last formula or number; formulas joined only by "and", "or" or a
-    comma are one set. The word "answer" is removed, since Math-Verify prefers the text after it to the last formula;
-    and `\$`, since Math-Verify reads no number after it.
+    In a text without a box, Math-Verify reads the last formula or number. Formulas joined only by "and", "or" or a
+    comma are one set. The word "answer" is removed, because Math-Verify prefers the text after it to the last formula.
+    So is `\$`, because Math-Verify reads no number after it.
     """
     for box in reversed(list(BOX.finditer(response))):
         content, end = _box_content(response, box.end())
@@ -204,14 +204,14 @@ def _box_content(text: str, start: int) -> tuple[str, int]:
 
 
 def parse_answer(answer: str) -> list[Any]:
-    """Math-Verify's reading of a data set's answer, LaTeX or plain; empty if it is not a mathematical expression."""
+    """Parse a data set's answer, LaTeX or plain, with Math-Verify; empty if it is not a mathematical expression."""
     text = MONEY.sub("", answer).strip()
     boxed = text if "\\boxed" in text or "$" in text else f"\\boxed{{{text}}}"
     return _parse(boxed) or _parse(text)
 
 
 def _parse(text: str) -> list[Any]:
-    r"""Math-Verify's reading; of a lone formula with a number like 6.8e-5 (to it, 6.8 e - 5), both readings.
+    r"""Parse with Math-Verify. A lone formula with a number like 6.8e-5 (to it, 6.8 e - 5) gets both readings.
 
     To Math-Verify 10\,000 is 10 times 0, and U+2212 is a minus only in formulas. A blank or ~ separates thousands only
     in a lone formula, where 3 141 is one number: a list has commas.
@@ -233,7 +233,7 @@ def _parse(text: str) -> list[Any]:
 
 
 if __name__ == "__main__":
-    channel = os.fdopen(os.dup(1), "w")  # whatever a library prints must not get between the replies
+    channel = os.fdopen(os.dup(1), "w")  # keeps libraries' output away from the replies
     os.dup2(2, 1)
     for line in sys.stdin:
         try:

@@ -1,4 +1,4 @@
-"""reasoning-gym's verifiable tasks as the train.jsonl and eval.jsonl that OpenRLHF reads.
+"""Writes reasoning-gym's verifiable tasks as train.jsonl and eval.jsonl for OpenRLHF.
 
 Matching flags: `--data.prompt_dataset DIR/train.jsonl --eval.dataset DIR/eval.jsonl --data.input_key input
 --data.apply_chat_template`, with `--data.label_key scorer_label` and `reasoning_gym_reward.py` as
@@ -16,21 +16,21 @@ from typing import Any
 
 from openrlhf_gtpo.tasks.build_once import build_once
 
-# A task's own settings are meant for much larger models. These leave a 135M-parameter model some successes to learn
-# from; `task_config={}` selects reasoning-gym's own.
+# A task's default settings are for much larger models. With these a 135M-parameter model has some successes to learn
+# from. `task_config={}` selects reasoning-gym's defaults.
 SMALL_CONFIGS: dict[str, dict[str, Any]] = {
     "products": {"min_digits": 1, "max_digits": 1},
     "gcd": {"max_value": 30},
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
 }
 
-# Arguments of `write_task_files` that belong together.
+# Sets of arguments for `write_task_files`.
 PRESETS: dict[str, dict[str, Any]] = {
-    # What `tiny_model.py` is warm-started on.
+    # The warm start of `tiny_model.py` uses this.
     "smoke": {"task": "products"},
     # At temperature 1, SmolLM2-135M-Instruct gets 37 % of these right, in 9 tokens (median), and two thirds of the
-    # groups of 4 are mixed. Given only the task's own question, it gets 18 % right and rambles for 39 tokens. An
-    # example that shows the equation ("2 * 3 = 6") gives 72 %, which leaves little to learn.
+    # groups of 4 are mixed. With only the task's own question, it gets 18 % right and rambles for 39 tokens. With an
+    # example of the equation ("2 * 3 = 6") it gets 72 %, which leaves little to learn.
     "quickstart": {
         "task": "products",
         "system": "Answer briefly.",
@@ -39,13 +39,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 DATA_VERSION = 3
-# A task draws with replacement; after about this many draws in a row without a new question it counts as used up.
+# A task draws with replacement. After about this many draws in a row without a new question it counts as exhausted.
 PATIENCE = 2000
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptForm:
-    """How an entry becomes the chat that the model is asked to continue.
+    """How an entry becomes the model's prompt.
 
     `question` is a `str.format` template over the entry's `question` and its metadata; `instruction` follows it after
     a space. `examples` are worked (question, answer) turns before it; `system` replaces the template's system text.
@@ -57,7 +57,7 @@ class PromptForm:
     examples: tuple[tuple[str, str], ...] = ()
 
     def user_text(self, entry: Mapping[str, Any]) -> str:
-        """The last user message. Raises ValueError if the template names a field that the entry lacks."""
+        """Fill in the last user message. Raises ValueError if the template names a field that the entry lacks."""
         fields = {**_metadata(entry), "question": entry["question"]}
         try:
             return f"{self.question.format(**fields)} {self.instruction}".strip()
@@ -68,7 +68,7 @@ class PromptForm:
             ) from None
 
     def prompt(self, entry: Mapping[str, Any]) -> str | list[dict[str, str]]:
-        """The user's text alone, or a list of messages if there are more: OpenRLHF's chat template takes both."""
+        """Return the user's text, or a list of messages if there are more: OpenRLHF's chat template takes both."""
         if not self.system and not self.examples:
             return self.user_text(entry)
         turns = [("system", self.system)] if self.system else []
@@ -96,16 +96,16 @@ def write_task_files(
     A row has `input` (from `PromptForm.prompt`), `label` (the expected answer; null if many are right), `scorer_label`
     (for `reasoning_gym_reward.py`: the task's name and what its scorer looks at) and `datasource` (the task's name).
     All questions differ as text, within a file, between the two files and from the examples, so no held-out question
-    is ever trained on; but if `3 * 4` is held out, `4 * 3` may be trained on.
+    is trained on. (But if `3 * 4` is held out, `4 * 3` may be trained on.)
 
     Args:
         task: a reasoning-gym data set, such as "products".
         train_size, eval_size: number of questions. The eval rows do not depend on `train_size`.
-        seed: the same seed gives the same bytes.
+        seed: the same seed gives identical files.
         task_config: fields of the task's config; None takes them from `SMALL_CONFIGS` if it has the task.
         instruction, system, question_form, examples: see `PromptForm`.
-        train_rows: number of rows of `train.jsonl`, to give one episode a chosen number of steps: the training
-            questions are repeated, in a new order each time, or cut to this number. None writes each question once.
+        train_rows: number of rows of `train.jsonl`, which sets an episode's number of steps. The training questions
+            are repeated, in a new order each time, or cut to this number. None writes each question once.
 
     Raises:
         ValueError: unknown task or config field, a value the task refuses, a question form with an unknown field, or
@@ -153,10 +153,10 @@ def write_task_files(
 def draw_entries(
     task: str, count: int, seed: int, config: Mapping[str, Any], form: PromptForm = PromptForm()
 ) -> list[dict[str, Any]]:
-    """The first `count` entries drawn by `task` with `seed` that `form` turns into different questions.
+    """Draw entries of `task` with `seed` until `form` turns them into `count` different questions.
 
     Raises:
-        ValueError: as `write_task_files`.
+        ValueError: see `write_task_files`.
     """
     dataset = _create_dataset(task, config, seed)
     examples = {question for question, _ in form.examples}
@@ -171,9 +171,9 @@ def draw_entries(
             )
         try:
             entry = dataset[index]
-        except Exception as error:  # a task's own code, with a config that its validate() has let through
+        except Exception as error:  # a task's own code may raise anything, even after its validate()
             raise ValueError(
-                f"{task} makes no question with {json.dumps(dict(config))}: {type(error).__name__}: {error}"
+                f"{task} cannot make a question with {json.dumps(dict(config))}: {type(error).__name__}: {error}"
             ) from error
         text = form.user_text(entry)
         if text not in entries and text not in examples:
@@ -184,7 +184,7 @@ def draw_entries(
 
 
 def _scorer_label(task: str, entry: Mapping[str, Any]) -> str:
-    """The part of an entry that the scorer looks at, as JSON: all but the question, which the prompt has."""
+    """Encode an entry for its scorer as JSON, without the question, which the prompt has."""
     import reasoning_gym
 
     scored = {"answer": entry["answer"], "metadata": _metadata(entry)}
@@ -192,30 +192,30 @@ def _scorer_label(task: str, entry: Mapping[str, Any]) -> str:
     score = reasoning_gym.get_score_answer_fn(task)
     oracle = entry["answer"]
     if score(answer=oracle, entry=json.loads(label)["entry"]) != score(answer=oracle, entry=entry):
-        raise ValueError(f"{task}'s scorer needs more than a JSON label can carry: choose another task")
+        raise ValueError(f"{task}'s scorer needs values that JSON cannot hold: choose another task")
     return label
 
 
 def _metadata(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry's metadata without the fields that say only where it came from."""
+    """An entry's metadata without the fields about its origin."""
     return {k: v for k, v in entry["metadata"].items() if k not in ("source_dataset", "source_index", "difficulty")}
 
 
 def _create_dataset(task: str, config: Mapping[str, Any], seed: int) -> Any:
-    """The reasoning-gym data set of `task`, or a ValueError that a user can act on."""
+    """Create the reasoning-gym data set of `task`; ValueErrors tell the user what to change."""
     from reasoning_gym.factory import DATASETS, create_dataset
 
     if task not in DATASETS:
         nearest = ", ".join(difflib.get_close_matches(task, DATASETS, n=3, cutoff=0.4))
         hint = f"did you mean {nearest}?" if nearest else f"there are {len(DATASETS)}, such as products, gcd"
         raise ValueError(f"reasoning-gym has no task {task!r}: {hint}")
-    # --seed and the sizes set these two; a second way to set them could only conflict.
+    # Not these two: --seed and the sizes set them.
     settable = [field.name for field in dataclasses.fields(DATASETS[task][1]) if field.name not in ("seed", "size")]
     for name in config:
         if name not in settable:
             raise ValueError(f"task config of {task} has no field {name!r}: it has {', '.join(settable)}")
     try:
-        # `size` is virtual: entries are made when asked for.
+        # `size` is virtual: entries are made on access.
         return create_dataset(task, **config, seed=seed, size=1_000_000_000)
-    except Exception as error:  # each task's validate() has its own kinds: asserts, TypeErrors from comparisons, ...
-        raise ValueError(f"{task} refuses the task config {json.dumps(dict(config))}: {error}") from error
+    except Exception as error:  # validate() raises anything: asserts, TypeErrors from comparisons, ...
+        raise ValueError(f"{task} rejects the task config {json.dumps(dict(config))}: {error}") from error

@@ -1,4 +1,4 @@
-"""OpenRLHF reward function that asks reasoning-gym's own scorer: `--reward.remote_url .../reasoning_gym_reward.py`.
+"""OpenRLHF reward function with reasoning-gym's own scorer: `--reward.remote_url .../reasoning_gym_reward.py`.
 
 OpenRLHF loads this file by its path and calls `reward_func` from a thread for one response at a time. Labels are the
 `scorer_label` that `reasoning_gym_data.py` writes.
@@ -30,8 +30,8 @@ def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence
 
     Returns:
         `rewards`, which training and evaluation use: the scorer's number in [0, 1], partial credit included; `scores`,
-        which OpenRLHF's dynamic filtering takes for right or wrong: 1.0 if that number is 1, else 0.0; and
-        `extra_logs` with `no_answer`, 1.0 if no answer was found in the response.
+        which OpenRLHF's dynamic filtering reads as right or wrong: 1.0 if that number is 1, else 0.0; and `extra_logs`
+        with `no_answer`, 1.0 if the response has no answer.
 
     Raises:
         ValueError: not exactly one response, or a label in another format.
@@ -42,8 +42,8 @@ def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence
         task, entry, expected = label["task"], label["entry"], str(label["entry"]["answer"])
     except (ValueError, TypeError, KeyError):
         raise ValueError(
-            f"label {text!r:.80} is not one that `python3 -m openrlhf_gtpo.cli.prepare task` writes; "
-            "pass --data.label_key scorer_label"
+            f"label {text!r:.80} was not written by `python3 -m openrlhf_gtpo.cli.prepare task`; pass "
+            "--data.label_key scorer_label"
         ) from None
     answer = extract_answer(response, expected)
     reward = float(_scorer(task)(answer=answer, entry=entry)) if answer else 0.0
@@ -51,11 +51,11 @@ def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence
 
 
 def extract_answer(response: str, expected: str) -> str:
-    """The part of a response that is to be scored; "" if there is none.
+    """Extract the part of a response to score; "" if there is none.
 
-    The text inside the last `<answer></answer>`; else the last number, if one is expected, without a plus sign and
-    separators of thousands, since many scorers compare texts; else the whole response. A minus sign (U+2212) becomes
-    a hyphen.
+    It is the text inside the last `<answer></answer>`. Without one, it is the last number, if one is expected, without
+    a plus sign and separators of thousands, because many scorers compare texts. Otherwise it is the whole response. A
+    minus sign (U+2212) becomes a hyphen.
     """
     response = response.replace("\N{MINUS SIGN}", "-")
     if tagged := TAGGED.findall(response):
@@ -68,6 +68,6 @@ def extract_answer(response: str, expected: str) -> str:
 
 
 def answer_of(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str]) -> str | None:
-    """The answer of one response, for majority voting; None if it has none. Same arguments as `reward_func`."""
+    """Return the answer of one response, for majority voting; None if it has none. Same arguments as `reward_func`."""
     response, text = response_and_label(queries, prompts, labels)
     return extract_answer(response, str(json.loads(text)["entry"]["answer"])) or None

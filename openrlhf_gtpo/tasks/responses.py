@@ -1,17 +1,17 @@
-"""Takes apart what OpenRLHF hands to a reward function."""
+"""Parses the arguments of OpenRLHF's reward functions."""
 
 import re
 from collections.abc import Sequence
 
-# Of ChatML, Llama 3, DeepSeek (whose bars are wide), Llama 2 and Gemma.
+# Special tokens of ChatML, Llama 3, DeepSeek (with wide bars), Llama 2 and Gemma.
 SPECIAL_TOKEN = re.compile(r"<[|｜][^<>|｜]*[|｜]>|</?s>|<(?:pad|bos|eos|start_of_turn|end_of_turn)>")
-_ENDING = 20  # characters of a prompt's end by which it is found: about as long as the opening of a turn
+_ENDING = 20  # characters of a prompt's end to search for: about the opening of a turn
 
 
 def response_and_label(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str]) -> tuple[str, str]:
-    """The response to the one prompt, without special tokens, and its label.
+    """Return the response to the one prompt, without special tokens, and its label.
 
-    A query does not begin with its prompt if the prompt was cut to fit, or does not decode to itself. The response is
+    A query may not begin with its prompt, if the prompt was truncated or does not decode to itself. The response is
     then the text after the last occurrence of the prompt's end.
 
     Raises:

@@ -1,8 +1,8 @@
-"""Runs a model's Python, for agents' tools, in a process that ``confined`` has taken everything from but what a
-computation needs: files of a folder of its own, one thread, some seconds and some memory.
+"""Runs a model's Python, for agents' tools, in a confined process. ``confined`` leaves it only what a computation
+needs: the files of its own folder, one thread, some seconds and some memory.
 
-Linux alone does it. Time is a program's own: what it waits for a processor does not count, so that a reward does not
-depend on how many programs run beside it, and how busy the host is.
+Works only on Linux. The time limit excludes waiting for a processor, so that a reward does not depend on other
+programs and on how busy the host is.
 """
 
 import asyncio
@@ -23,9 +23,9 @@ from pathlib import Path
 
 from openrlhf_gtpo.platform.patience import others_work
 
-_PLACES = ThreadPoolExecutor(min(32, (os.cpu_count() or 1) + 4), "sandbox")  # as many as asyncio.to_thread has
-_WAITING = 1.0  # seconds for a processor that /proc may not have counted yet
-# -S: site's .pth files may import anything, and -I leaves no folder but the interpreter's.
+_PLACES = ThreadPoolExecutor(min(32, (os.cpu_count() or 1) + 4), "sandbox")  # as many threads as asyncio.to_thread has
+_WAITING = 1.0  # seconds of waiting that /proc may not have counted yet
+# -S: site's .pth files may import anything. -I drops all folders but the interpreter's.
 _COMMAND = [sys.executable, "-I", "-S", "-B", "-u", str(Path(__file__).with_name("confined.py"))]
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 _ENVIRONMENT |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -34,16 +34,16 @@ _ENVIRONMENT |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_N
 async def run_python(
     program: str, *, seconds: float = 5.0, memory_mb: int = 512, disk_mb: int = 16, output: int = 2000
 ) -> str:
-    """What ``program`` prints, to stdout and stderr, up to its end, its limits, or ``output`` bytes; with a last line
-    that says which limit ended it.
+    """Run ``program``; return its stdout and stderr up to its end, a limit, or ``output`` bytes. A last line names the
+    limit that ended it.
 
-    A program may wait for others to end; none of that, nor of its own time, is silence of the agent that asked. One
-    whose call is cancelled goes on to its limits.
+    A program may wait for others to end. Neither that nor its own time counts as silence of its agent. A program whose
+    call is cancelled runs on to its limits.
 
     Args:
-        seconds: of a processor, rounded up, and of time in which it did not wait for one.
+        seconds: of processor time, rounded up, and of wall time minus waiting for a processor.
         memory_mb: of address space.
-        disk_mb: in its working folder: of all files where namespaces are allowed, else of each.
+        disk_mb: in its working folder: all files together where namespaces are allowed, else each file.
     """
     with others_work():
         loop = asyncio.get_running_loop()
@@ -80,7 +80,7 @@ def _run(program: str, seconds: float, memory_mb: int, disk_mb: int, output: int
                     if stdout in ready:
                         part = os.read(stdout, output + 1 - len(said))
                         said += part
-                        if not part:  # closed, maybe by a program that goes on
+                        if not part:  # the program has closed it, and may still run
                             poll.unregister(stdout)
                     elif ready:
                         break
@@ -99,10 +99,10 @@ def _run(program: str, seconds: float, memory_mb: int, disk_mb: int, output: int
 
 @contextmanager
 def _folder() -> Iterator[str]:
-    """A folder that is removed after the block, and if this process is killed in it: by another one, which sees the
-    end of its stdin."""
+    """A folder that is removed after the block. If this process is killed, another one, which sees its stdin close,
+    removes it."""
     folder = tempfile.mkdtemp(prefix="sandbox_")
-    # Folders may be ones that cannot be listed; and a program that this process's end ends may still write.
+    # Repeat: folders may be unlistable, and a program that is being ended may still write.
     again = '{ chmod -R u+rwx "$0"; rm -rf "$0"; } || { sleep 1; rm -rf "$0"; }'
     remove = f'read _; rm -rf "$0" 2>/dev/null || {again}'
     with subprocess.Popen(["/bin/sh", "-c", remove, folder], stdin=subprocess.PIPE, start_new_session=True):
@@ -110,7 +110,7 @@ def _folder() -> Iterator[str]:
 
 
 def _waited(pid: int) -> float:
-    """Seconds that a process has waited for a processor; 0 where /proc does not say it."""
+    """Seconds that a process has waited for a processor; 0 where /proc does not have it."""
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError):
@@ -119,21 +119,21 @@ def _waited(pid: int) -> float:
 
 @cache
 def _tried() -> str:
-    """What a program says in here: 42, and the MB of the disk on which its folder is."""
+    """The output of a test program: 42, and the MB of its folder's disk."""
     program = "import os; disk = os.statvfs('.'); print(6 * 7, disk.f_blocks * disk.f_frsize >> 20)"
-    return _run(program, 20.0, 512, 16, 2000)  # not awaited: an engine imports its agent in an event loop
+    return _run(program, 20.0, 512, 16, 2000)  # in a thread: an engine imports its agent inside an event loop
 
 
 def why_no_sandbox() -> str | None:
-    """Why this host runs no program so, as a clause; None if it does."""
+    """Say in a clause why this host cannot confine programs; None if it can."""
     if sys.platform != "linux":
-        return f"it takes Linux, and this is {sys.platform}"
+        return f"it needs Linux, and this is {sys.platform}"
     try:
-        return None if _tried().startswith("42 ") else _tried() or "the confined process said nothing"
+        return None if _tried().startswith("42 ") else _tried() or "the confined process printed nothing"
     except OSError as error:
         return f"it cannot be started: {error}"
 
 
 def has_disk_in_memory() -> bool:
-    """Whether a program's files are limited in sum, as this host allows namespaces."""
+    """Tell whether a program's files are limited in total, because this host allows namespaces."""
     return why_no_sandbox() is None and _tried() == "42 16"

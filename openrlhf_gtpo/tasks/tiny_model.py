@@ -1,7 +1,7 @@
-"""A tiny Llama, or Qwen3-MoE, for smoke tests, warm-started to solve a fair part of the small `products` task.
+"""A tiny Llama or Qwen3-MoE for smoke tests, warm-started to solve a fair part of the small `products` task.
 
-Reinforcement learning needs groups that are neither all right nor all wrong. Random weights do not give them. A few
-seconds of supervised training do, on answers that are right only part of the time: sampled at temperature 1, the model
+Reinforcement learning needs groups that are neither all right nor all wrong. Random weights do not give such groups. A
+few seconds of supervised training do, on answers of which only a part is right: sampled at temperature 1, the model
 then answers every question correctly about that often.
 """
 
@@ -14,8 +14,8 @@ from openrlhf_gtpo.tasks.build_once import build_once
 from openrlhf_gtpo.tasks.reasoning_gym_data import SMALL_CONFIGS, PromptForm, draw_entries
 
 MODEL_VERSION = 1
-TASK, QUESTIONS = "products", 100  # PRESETS["smoke"]: the whole space of SMALL_CONFIGS["products"]
-CORRECT_FRACTION = 0.45  # of the warm start's answers
+TASK, QUESTIONS = "products", 100  # PRESETS["smoke"]: all of SMALL_CONFIGS["products"]
+CORRECT_FRACTION = 0.45  # share of right answers in the warm start
 ANSWER_FORMS = ("{answer}", "{expression} = {answer}")  # two lengths, so that responses of a group differ in length
 STEPS, CLEAN_STEPS, BATCH_SIZE, LEARNING_RATE = 300, 200, 64, 3e-3
 BOS, EOS, PAD = "<|im_start|>", "<|im_end|>", "<|pad|>"
@@ -30,12 +30,12 @@ def make_tiny_model(output_dir: str | Path, seed: int = 1, mixture: bool = False
     """Write the checkpoint (fp32 weights in safetensors, tokenizer with chat template) and return its directory.
 
     2 layers, hidden size 128, 4 attention heads and 2 KV heads of dimension 32 (the smallest that vLLM's CPU attention
-    accepts), a vocabulary of 384 tokens, one token per digit. A `mixture` has 4 layers of 8 experts each, of which a
-    token goes to 2. Takes about 15 s the first time, a mixture 30 s. The same seed gives the same weights on the same
-    kind of machine.
+    accepts), a vocabulary of 384 tokens, one token per digit. A `mixture` has 4 layers of 8 experts each, and a token
+    goes to 2 of them. Takes about 15 s the first time, a mixture 30 s. The same seed gives the same weights on the
+    same kind of machine.
 
     Raises:
-        ValueError: `output_dir` holds something else.
+        ValueError: `output_dir` has other files.
     """
     recipe = {"model": "tiny-moe" if mixture else "tiny", "seed": seed, "model_version": MODEL_VERSION}
     return build_once(output_dir, recipe, lambda directory: _make(seed, directory, mixture))
@@ -64,8 +64,8 @@ def _make(seed: int, directory: Path, mixture: bool) -> None:
     if mixture:
         shape |= {"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
         shape |= {"hidden_size": 64, "norm_topk_prob": True, "tie_word_embeddings": False}  # as Qwen3-30B-A3B
-    # One thread: products this small gain nothing from a second one, and lose much to it if cores are shared (12 s
-    # become 180 s). One thread also gives the same weights whatever OMP_NUM_THREADS says.
+    # One thread: such small products do not get faster with a second one, and get much slower if cores are shared (12
+    # s become 180 s). One thread also gives the same weights at any OMP_NUM_THREADS.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -84,8 +84,8 @@ def _make(seed: int, directory: Path, mixture: bool) -> None:
 
 
 def spell_for_transformers_4(directory: Path) -> None:
-    """Name things in a folder that Transformers 5 has saved as Transformers 4 does too, which would take a base of
-    10,000 and 128 experts for granted, and refuses the tokenizer's class; 5 reads both."""
+    """Rename fields in a folder saved by Transformers 5 so that Transformers 4 reads it too. Otherwise 4 would assume
+    a base of 10,000 and 128 experts, and reject the tokenizer's class."""
     path = directory / "config.json"
     config = json.loads(path.read_text())
     config["rope_theta"] = config["rope_parameters"]["rope_theta"]
@@ -98,9 +98,9 @@ def spell_for_transformers_4(directory: Path) -> None:
 
 
 def _tokenizer(entries: list[dict[str, Any]]) -> Any:
-    """Byte-level BPE over the task's own texts, with one token per digit as in SmolLM2.
+    """Train a byte-level BPE on the task's own texts, with one token per digit as in SmolLM2.
 
-    Merges may cross words, so that a prompt is a few tokens besides its numbers: the warm start then takes seconds.
+    Merges may cross words, so that a prompt has few tokens besides its numbers and the warm start takes seconds.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -151,7 +151,7 @@ def _warm_start(model: Any, tokenizer: Any, entries: list[dict[str, Any]], rng: 
             rows.append(prompts[index] + response)
             labels.append([-100] * len(prompts[index]) + response)
         width = max(map(len, rows))
-        # Padding on the right needs no attention mask: no label depends on it.
+        # Padding on the right needs no attention mask, because no label depends on it.
         input_ids = torch.tensor([row + [tokenizer.pad_token_id] * (width - len(row)) for row in rows])
         targets = torch.tensor([row + [-100] * (width - len(row)) for row in labels])
         loss = model(input_ids=input_ids, labels=targets, use_cache=False).loss

@@ -1,1 +1,1 @@
-"""What stands beside training: nothing that trains imports it."""
+"""Tools beside training. No module that trains imports them."""

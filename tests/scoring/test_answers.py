@@ -161,7 +161,7 @@ def test_a_models_folder_does_not_choose_what_code_is_run(
     for agent in (model / "evil.py", tmp_path / "link.py", "own.py"):
         (model / "prompts.json").write_text(json.dumps(kept | {"train.agent_func_path": str(agent)}))
         assert evaluate.main(words) == 2
-        assert f"give --train.agent_func_path {agent} to play it" in capsys.readouterr().err
+        assert f"give --train.agent_func_path {agent} to run it" in capsys.readouterr().err
     assert not evaluate._is_own(str(own), str(model), "somebody/model") and not (tmp_path / "ran").exists()
 
 
@@ -294,7 +294,7 @@ def test_answers_that_other_weights_or_another_reward_have_scored_are_refused(
     assert (noted["temperature"], noted["n"]) == (0.5, 2)
     shutil.copy(place / "task" / "eval.jsonl", tmp_path / "other.jsonl")
     assert evaluate.main(command(tmp_path, "out", **changed, **{"eval.dataset": tmp_path / "other.jsonl"})) == 2
-    assert "has the scores of eval too, which this evaluation would drop" in capsys.readouterr().err
+    assert "also has the scores of eval, which this evaluation would drop" in capsys.readouterr().err
     for text in ('{"sco', "[]", "{}"):
         (tmp_path / "foreign").mkdir(exist_ok=True)
         (tmp_path / "foreign" / "scores.json").write_text(text)

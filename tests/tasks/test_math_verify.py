@@ -300,7 +300,9 @@ def test_empty_answers_and_problems_that_differ_in_blanks_alone_are_left_out(tmp
         {"problem": [], "answer": "3"},
     ]
     directory, said = write_math_files(rows, tmp_path / "out")
-    assert said.endswith("left out: 1 repeated, 6 without a problem, or whose answer is not a mathematical expression")
+    assert said.endswith(
+        "left out: 1 repeated, 6 without a problem, or with an answer that is not a mathematical expression"
+    )
     assert [row["label"] for row in _rows(directory / "train.jsonl")] == ["2", "1"]
 
 

@@ -384,9 +384,13 @@ def test_an_engine_asks_for_a_sandbox_in_its_event_loop() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "why"),
     [
-        ("landlock_create_ruleset", "ENOSYS", "Landlock is missing here: it takes Linux 5.13 or newer"),
-        ("landlock_create_ruleset", "EOPNOTSUPP", "landlock in lsm= of the kernel's command line"),
-        ("landlock_create_ruleset", "EPERM", "in a container, call rules that know it, as Docker's since version 23"),
+        ("landlock_create_ruleset", "ENOSYS", "Landlock is missing here: it needs Linux 5.13 or newer"),
+        ("landlock_create_ruleset", "EOPNOTSUPP", "landlock in lsm= on the kernel's command line"),
+        (
+            "landlock_create_ruleset",
+            "EPERM",
+            "in a container, seccomp rules that allow it, as Docker has since version 23",
+        ),
         ("pidfd_open", "ENOSYS", "Function not implemented"),
     ],
 )

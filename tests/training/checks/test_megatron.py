@@ -95,7 +95,7 @@ def test_a_checkpoint_that_is_not_whole_is_named_before_anything_starts(
     (folder / "global_step3").mkdir(parents=True)
     (folder / "latest").write_text("global_step3\n")
     message = refused(resume)
-    assert message.startswith("--ckpt.load_enable: ") and "what latest names is gone" in message
+    assert message.startswith("--ckpt.load_enable: ") and "the checkpoint that latest names is gone" in message
 
 
 def test_weights_in_another_format_than_safetensors(model: Path, refused: Callable[..., str], tmp_path: Path) -> None:
