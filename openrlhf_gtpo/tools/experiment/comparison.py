@@ -1,4 +1,4 @@
-"""Compares a method with a baseline over training runs: the effect, how far it can be trusted, and a sentence."""
+"""Compares a method with a baseline over training runs: the effect, its confidence interval, and a sentence."""
 
 import math
 import warnings
@@ -10,9 +10,9 @@ from scipy import special, stats
 
 from openrlhf_gtpo.report.metrics import decimals
 
-_POWER = 0.8  # chance that an effect of the size that is "seen" gives an interval without 0
+_POWER = 0.8  # chance that an effect of size "seen" gives an interval without 0
 
-_SAME = 1e-9  # difference of scores below which they are equal
+_SAME = 1e-9  # scores that differ by less count as equal
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Difference:
     Fields:
         effect: the mean difference.
         low, high: 95 % interval; NaN with one seed.
-        seen: the smallest true effect whose interval excludes 0 in four cases out of five; NaN with one seed.
-        seeds, prompts: how many are paired; 1 prompt if only a mean over them is known.
+        seen: smallest true effect whose interval excludes 0 in four of five cases; NaN with one seed.
+        seeds, prompts: numbers of paired seeds and prompts; 1 prompt if only the mean over prompts is known.
     """
 
     effect: float
@@ -35,18 +35,18 @@ class Difference:
 
     @property
     def has_spread(self) -> bool:
-        """False if an interval would have no width, which tells nothing about chance."""
+        """False if the interval has no width, and so says nothing about chance."""
         return self.high - self.low >= _SAME
 
     def sentence(self, method: str, baseline: str, of: str = "seeds") -> str:
-        """The finding in one sentence, for a reader who reads nothing else.
+        """Write the finding in one self-contained sentence.
 
         Args:
-            of: what was paired as seeds.
+            of: name of the paired units, such as "seeds".
         """
         effect = decimals(self.effect, "+")
         if math.isnan(self.low):
-            return f"{method} is {effect} relative to {baseline}; 1 {of[:-1]} does not say whether that is chance."
+            return f"{method} is {effect} relative to {baseline}; 1 {of[:-1]} cannot show whether that is chance."
         if not self.has_spread:
             finding = (
                 "no difference seen" if abs(self.effect) < _SAME else f"the same mean difference for every {of[:-1]}"
@@ -55,20 +55,19 @@ class Difference:
         interval = f"{effect}, 95 % interval {decimals(self.low, '+')} to {decimals(self.high, '+')}"
         if self.low <= 0 <= self.high:
             return (
-                f"{method} against {baseline}: no difference seen ({interval}); "
-                f"{self.seeds} {of} can see {decimals(self.seen)}."
+                f"{method} against {baseline}: no difference seen ({interval}); {self.seeds} {of} can detect "
+                f"{decimals(self.seen)}."
             )
         return f"{method} is {'better' if self.effect > 0 else 'worse'} than {baseline} ({interval})."
 
 
 def paired_difference(differences: np.ndarray) -> Difference:
-    """The mean of ``differences`` over seeds and prompts, with a 95 % interval for other seeds and other prompts.
+    """Average ``differences`` over seeds and prompts, with a 95 % interval for other seeds and other prompts.
 
     Seeds and prompts are crossed, because every run answers the same prompts, and both are samples. A bootstrap that
     draws seeds and prompts and keeps pairs (Owen, The pigeonhole bootstrap, 2007) would estimate this variance by
-    resampling. Here it is in closed form, from the mean squares MS of a two-way analysis of variance with random
-    effects (Searle, Casella, McCulloch, Variance Components, 1992, ch. 4): with S seeds, P prompts and the residual as
-    noise,
+    resampling. This closed form uses the mean squares MS of a two-way analysis of variance with random effects
+    (Searle, Casella, McCulloch, Variance Components, 1992, ch. 4). With S seeds, P prompts and the residual as noise,
 
         variance = MS_seeds / SP + max(0, MS_prompts - MS_noise) / SP = V_S + V_P.
 
@@ -76,12 +75,12 @@ def paired_difference(differences: np.ndarray) -> Difference:
 
         1 / degrees of freedom = (V_S / (S - 1) + V_P / (P - 1)) / variance,
 
-    which is exact if either part is 0. Satterthwaite's (1946), with squared weights, covers 92 % with 3 seeds if
-    V_S is 10 V_P, and Cochran's (1964), which averages the two quantiles, 97.3 %; this one covers 94 to 97 % in
-    simulation with 3 and 5 seeds and 30 and 100 prompts (docs/results/report_page.json). It covers less, as Student's
-    does, if differences are far from normal: 92 % with 3 seeds of evenly spread effects and 500 prompts, 83 to 86 %
-    if one or two of 30 prompts differ (``test_intervals_cover_less_where_differences_are_not_normal``). With
-    one prompt (a mean over prompts), the interval is for other seeds and the same prompts.
+    which is exact if either part is 0. Satterthwaite's (1946), with squared weights, covers 92 % with 3 seeds if V_S
+    is 10 V_P. Cochran's (1964), which averages the two quantiles, covers 97.3 %. This one covers 94 to 97 % in
+    simulations with 3 and 5 seeds and 30 and 100 prompts (docs/results/report_page.json). Like Student's, it covers
+    less if differences are far from normal: 92 % with 3 seeds of evenly spread effects and 500 prompts, 83 to 86 % if
+    one or two of 30 prompts differ (``test_intervals_cover_less_where_differences_are_not_normal``). With one prompt
+    (a mean over prompts), the interval is for other seeds and the same prompts.
 
     Args:
         differences: (S, P), a row for each seed that both have.
@@ -101,19 +100,21 @@ def paired_difference(differences: np.ndarray) -> Difference:
             degrees = (v_seeds + v_prompts) / (v_seeds / (seeds - 1) + v_prompts / (prompts - 1))
     error = math.sqrt(v_seeds + v_prompts)
     quantile = float(special.stdtrit(degrees, 0.975))
-    seen = error * float(special.nctdtrinc(degrees, 1 - _POWER, quantile))  # non-central t with 1 - _POWER below it
+    seen = error * float(
+        special.nctdtrinc(degrees, 1 - _POWER, quantile)
+    )  # the 1 - _POWER quantile of the non-central t
     return Difference(effect, effect - quantile * error, effect + quantile * error, seen, seeds, prompts)
 
 
 def p_among_all(methods: Sequence[np.ndarray], baseline: np.ndarray) -> list[float]:
-    """For each of several methods, the chance that any of them would be as far from the baseline if none differed:
-    Dunnett's test (1955). It allows for their number. It takes the spread between seeds from all of them, and
-    :func:`paired_difference` from two. It is for other seeds and the same questions, and does not pair seeds.
+    """Compute Dunnett's (1955) p for each of several methods: the chance that any of them would be as far from the
+    baseline if none differed. It corrects for their number. It pools the spread between seeds over all methods, where
+    :func:`paired_difference` uses two. It is for other seeds and the same questions, and does not pair seeds.
 
     Args:
-        methods, baseline: the mean score of each seed, (S,) each, some of which differ between seeds.
+        methods, baseline: mean score of each seed, (S,) each. Not all may be equal over seeds.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # one method's seeds may be equal
+        warnings.simplefilter("ignore", RuntimeWarning)  # one method's seeds may all be equal
         result = stats.dunnett(*methods, control=baseline, random_state=np.random.default_rng(0))
     return list(map(float, result.pvalue))

@@ -1,5 +1,5 @@
-"""An experiment's file, as in docs/experiments.md: which runs it asks for, each with all flags of its command line.
-Does not import torch.
+"""Reads an experiment's file (docs/experiments.md): its runs, each with all flags of its command line. Does not import
+torch.
 """
 
 import itertools
@@ -18,14 +18,14 @@ _OURS_OF_EVALUATE = ("model", "output")
 
 _Scalar = str | bool | int | float
 Flags = dict[str, _Scalar | list[_Scalar]]
-# By the names of folders: a leading dot hides one, and matplotlib leaves _ out of legends.
+# Names of folders. A leading dot would hide one, and matplotlib leaves labels with a leading _ out of legends.
 _ByName = Annotated[
     dict[Annotated[str, Field(pattern=r"^[^._\W][\w.+-]*$|^[+-][\w.+-]*$")], Flags | None], Field(min_length=1)
 ]
 
 
 class _Entries(BaseModel, extra="forbid", strict=True):
-    """The file."""
+    """The file's schema."""
 
     output: str
     flags: Annotated[Flags, Field(min_length=1)]
@@ -41,9 +41,9 @@ class Run:
     """One training of a grid.
 
     Fields:
-        label: its method and settings, which its seeds share: "gtpo" or "gtpo/low".
+        label: its method and settings, common to its seeds: "gtpo" or "gtpo/low".
         seed: training seed.
-        folder: where all its files go.
+        folder: the folder of all its files.
         flags: flags of the command line, without dashes.
     """
 
@@ -61,9 +61,9 @@ class Grid:
     """An experiment.
 
     Fields:
-        output: its folder.
+        output: its output folder.
         runs: all runs, with seeds innermost.
-        baseline: the method that others are compared with, if any; the table begins with it.
+        baseline: the method to compare others with, if any; it is first in the table.
         evaluate: flags of cli.evaluate, or None for no evaluation.
     """
 
@@ -77,12 +77,12 @@ def read_grid(path: Path) -> Grid:
     """Read the grid of a YAML file.
 
     Raises:
-        UsageError: the file cannot be read, or an entry is wrong; the message names the first.
+        UsageError: the file cannot be read, or an entry is wrong. The message names the first.
     """
     import yaml
 
     class KeysOnce(yaml.SafeLoader):
-        """Refuses a key that occurs twice, where SafeLoader takes the last."""
+        """Rejects a key that occurs twice, where SafeLoader takes the last."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             keys = Counter(str(key.value) for key, _ in node.value)
@@ -91,7 +91,7 @@ def read_grid(path: Path) -> Grid:
                 raise yaml.YAMLError(f"from line {node.start_mark.line + 1} on {twice} is given twice; leave one out.")
             return super().construct_mapping(node, deep)
 
-    # The file and its entries.
+    # Parse the file, and check its entries against the schema.
     try:
         entries = yaml.load(path.read_text(encoding="utf-8"), KeysOnce)
     except OSError as error:
@@ -104,7 +104,7 @@ def read_grid(path: Path) -> Grid:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the file"
         raise UsageError(f"{path}: {place}: {first['msg']}, got {first['input']!r:.100}.") from error
-    # Flags, in each place that has some; seeds; baseline.
+    # Check flags wherever they may stand, then seeds and baseline.
     groups: dict[str, Flags | None] = {"flags": file.flags, "evaluate": file.evaluate}
     groups |= {f"methods.{name}": given for name, given in file.methods.items()}
     for axis, values in file.settings.items():
@@ -115,7 +115,7 @@ def read_grid(path: Path) -> Grid:
         raise UsageError(f"{path}: seeds must be given once each, got {file.seeds}.")
     if file.baseline is not None and file.baseline not in file.methods:
         raise UsageError(f"{path}: the baseline {file.baseline!r} is not among the methods {', '.join(file.methods)}.")
-    # Methods × settings × seeds. A setting may not override a method, nor another setting.
+    # Build methods × settings × seeds. A setting must not override a method or another setting.
     output = Path(file.output).expanduser()
     runs = []
     for method, *chosen in itertools.product(file.methods, *file.settings.values()):
@@ -135,7 +135,7 @@ def read_grid(path: Path) -> Grid:
 
 
 def words(flags: Mapping[str, Any]) -> list[str]:
-    """The command line of ``flags``."""
+    """Convert ``flags`` to a command line."""
     argv: list[str] = []
     for name, value in flags.items():
         if value is not False:
@@ -145,7 +145,7 @@ def words(flags: Mapping[str, Any]) -> list[str]:
 
 
 def places(folder: Path) -> dict[str, Any]:
-    """The flags by which a run has its files in ``folder``."""
+    """Return the flags that put a run's files into ``folder``."""
     return {
         "logger.metrics_path": str(folder / "metrics.jsonl"),
         "ckpt.output_dir": str(folder / "model"),
@@ -159,6 +159,6 @@ def _check_flags(path: Path, place: str, flags: Mapping[str, Any]) -> None:
             raise UsageError(f"{path}: {place} sets {name}, which the experiment sets itself.")
         if name.startswith("logger.wandb.k") and value != "WANDB_API_KEY":
             raise UsageError(
-                f"{path}: {place}.{name} must be WANDB_API_KEY, literally, with W&B's key in that variable of the "
-                "environment; a run's folder and its page show its flags."
+                f"{path}: {place}.{name} must be the word WANDB_API_KEY, with W&B's key in that environment "
+                "variable, because a run's folder and its page show its flags."
             )

@@ -1,4 +1,4 @@
-"""Runs as one HTML page that needs no other file: the paper's figures, who beats the baseline, means and settings."""
+"""Runs as one self-contained HTML page: the paper's figures, comparisons with the baseline, means and settings."""
 
 import json
 import re
@@ -34,9 +34,9 @@ from openrlhf_gtpo.report.metrics import (
 from openrlhf_gtpo.tools.experiment.comparison import Difference, p_among_all, paired_difference
 from openrlhf_gtpo.tools.experiment.grid import OURS
 
-_HELD_OUT = "held-out reward"  # of training; "at step N" makes it a measure
-_TRAINING = ("training", "reward of the last tenth of the steps")  # in the place of a score, where there is none
-_OF_A_START = (*OURS, "kind", "step", "time", "run", "seed", "ended")  # these may differ between runs of one label
+_HELD_OUT = "held-out reward"  # a training metric; "at step N" makes it a measure
+_TRAINING = ("training", "reward of the last tenth of the steps")  # replaces a missing score
+_OF_A_START = (*OURS, "kind", "step", "time", "run", "seed", "ended")  # these may differ between a label's runs
 _OF_A_MODEL = ("model", "weights")  # these differ between evaluations
 
 
@@ -45,12 +45,12 @@ class FoundRun:
     """A run on disk.
 
     Fields:
-        seed: None if nothing says it.
+        seed: None if unknown.
         rows: its metrics.
-        settings: flags of its command line if an experiment has recorded them, else what its metrics say; and those
-            that an evaluation has recorded.
-        scores: by data set and measure, a number for each question; a single one if only their mean is known.
-        questions: a digest of the questions of each data set that an evaluation has answered.
+        settings: its flags, recorded by an experiment, or else the settings in its metrics; plus the flags of its
+            evaluation.
+        scores: by data set and measure, a number for each question, or a single one if only the mean is known.
+        questions: by data set, a digest of the questions that an evaluation has answered.
     """
 
     path: Path
@@ -62,7 +62,7 @@ class FoundRun:
 
     @property
     def under_way(self) -> bool:
-        """True if it has not ended, as far as its metrics say."""
+        """True if its metrics do not show that it has ended."""
         return self.rows[0]["kind"] == names.KIND_RUN and not any(row.get("ended") for row in self.rows)
 
 
@@ -70,17 +70,17 @@ Runs = dict[str, list[FoundRun]]
 
 
 def find_runs(arguments: Sequence[str], wanted: Container[Path] | None = None) -> tuple[Runs, list[Path]]:
-    """The runs named on a command line, by label, and the runs of experiments that are left out: they are unfinished,
-    or not evaluated while others are.
+    """Find the runs named on a command line, by label. Also return the runs of experiments that are left out, because
+    they are unfinished, or not evaluated while others are.
 
     Args:
-        arguments: ``LABEL=PATH`` of a metrics file, or of a folder with one or with TensorBoard's; or an experiment's
-            folder, whose labels are its methods with their settings.
-        wanted: folders of the runs to take from an experiment's; None for all.
+        arguments: ``LABEL=PATH`` of a metrics file or of a folder with one or with TensorBoard's files; or an
+            experiment's folder, which gives labels of methods with their settings.
+        wanted: folders of the runs to use from an experiment; None for all.
 
     Raises:
         UsageError: a folder has no runs, none is finished, a label has a seed twice or begins with _, or a file is
-            foreign or cut off.
+            foreign or truncated.
         ValueError: a run has no metrics.
     """
     runs: Runs = {}
@@ -90,20 +90,18 @@ def find_runs(arguments: Sequence[str], wanted: Container[Path] | None = None) -
         label, separator, path = text.partition("=")
         if separator and label and path and not Path(text).exists():
             if label.startswith("_"):
-                raise UsageError(
-                    f"Legends leave out a label that begins with _, such as {label!r}; name it otherwise."
-                )
+                raise UsageError(f"Legends leave out labels that begin with _, such as {label!r}; rename it.")
             *earlier, rows = read_runs(path)
             runs.setdefault(label, []).append(run := _read(Path(path), rows))
             if earlier:
                 left_out = f"{len(earlier)} of {len(earlier) + 1} runs, those before the last"
                 print(f"{path}: left out {left_out}.", file=sys.stderr)
             if run.under_way:
-                print(f"{path}: has not ended; its figures are those of its last step.", file=sys.stderr)
+                print(f"{path}: has not ended; its figures are from its last step.", file=sys.stderr)
             continue
-        # An experiment's folder: its runs that have ended, or if some are evaluated only those.
+        # An experiment's folder: its runs that have ended or, if some are evaluated, only those.
         folders = sorted(file.parent for file in Path(text).rglob("seed-*/flags.json"))
-        # No copies, such as seed-1-old.
+        # Skip copies, such as seed-1-old.
         folders = [folder for folder in folders if folder.name.removeprefix("seed-").isdigit()]
         folders = [folder for folder in folders if wanted is None or folder in wanted]
         if not folders:
@@ -111,7 +109,7 @@ def find_runs(arguments: Sequence[str], wanted: Container[Path] | None = None) -
         ended = {}
         for folder in folders:
             rows = []
-            with suppress(ValueError):  # it has no metrics yet
+            with suppress(ValueError):  # the run has no metrics yet
                 rows = read_runs(folder)[-1]
             if any(row.get("ended") for row in rows):
                 ended[folder] = _read(folder, rows)
@@ -132,11 +130,11 @@ def find_runs(arguments: Sequence[str], wanted: Container[Path] | None = None) -
 def write_page(
     runs: Runs, folder: Path, title: str, baseline: str | None = None, unfinished: Sequence[Path] = ()
 ) -> tuple[Path, list[str]]:
-    """Write ``index.html`` into ``folder``, and each of its figures beside it as PNG and SVG. Returns the page, and
-    its sentences on the baseline, which are its verdict.
+    """Write ``index.html`` and each of its figures as PNG and SVG into ``folder``. Returns the page, and its sentences
+    on the comparison with the baseline.
 
     Args:
-        baseline: a label, or the method of labels METHOD/SETTING..., which are then compared at equal settings.
+        baseline: a label, or the method of labels METHOD/SETTING..., which are compared at equal settings.
 
     Raises:
         UsageError: the baseline is not among the runs, or it answered other questions.
@@ -149,13 +147,13 @@ def write_page(
     for label, base in bases.items():
         for (data, measure), difference in _differences(label, runs[label], base, runs.get(base, [])).items():
             if difference is None:
-                why = "there is no step at which all their runs with the same seeds were evaluated"
+                why = "their runs with the same seeds were never evaluated at the same step"
                 not_compared.append((label, f"{data}, {measure}: {label} is not compared with {base}, as {why}."))
             else:
                 differences.append((label, base, data, measure, difference))
     compared = {row[0] for row in (*differences, *not_compared)}
     among = _among_all([row[:4] for row in differences], runs)
-    # Figures, and the columns of the table of means.
+    # Draw the figures, and collect the columns of the table of means.
     figures = plot_figures({label: [run.rows for run in group] for label, group in runs.items()}, folder)
     shown = {row[2:4] for row in differences}
     for run in (run for group in runs.values() for run in group):
@@ -172,7 +170,7 @@ def write_page(
     alone = {
         label: _why_alone(runs[label], runs.get(base, [])) for label, base in bases.items() if label not in compared
     }
-    # The page.
+    # Write the page.
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(resources.files(__package__).joinpath("page.html").read_text("utf-8"))
     page = folder / "index.html"
@@ -209,7 +207,7 @@ def _read(path: Path, rows: Rows) -> FoundRun:
     try:
         settings = dict(json.loads(flags.read_text("utf-8"))) if flags.exists() else start
     except (ValueError, TypeError) as error:
-        raise UsageError(f"{flags} is not what cli.experiment writes; restore or remove it.") from error
+        raise UsageError(f"{flags} was not written by cli.experiment; restore or remove it.") from error
     evaluated: dict[str, Any] = {"questions": {}, "scores": {}}
     try:
         if evaluation.exists():
@@ -227,28 +225,28 @@ def _read(path: Path, rows: Rows) -> FoundRun:
         }
         questions = dict(evaluated["questions"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{evaluation} is not what cli.evaluate writes; restore or remove it.") from error
+        raise UsageError(f"{evaluation} was not written by cli.evaluate; restore or remove it.") from error
     for name in held_out_names(rows):
         for step, value in zip(*series(rows, names.KIND_EVAL, name)):
             if step > 0:
                 scores[datasource_of(name), f"{_HELD_OUT} at step {step}"] = np.array([value])
     if not scores and (late := late_training_reward(rows)) is not None:
         scores[_TRAINING] = np.array([late])
-    named = re.findall(r"seed[-_=]?(\d+)", str(path))  # as in OpenRLHF's folders, which say it nowhere else
+    named = re.findall(r"seed[-_=]?(\d+)", str(path))  # OpenRLHF's folders record the seed only in their names
     seed = start.get("seed", int(named[-1]) if named else None)
     differing = {name: value for name, value in settings.items() if name not in _OF_A_START}
     return FoundRun(path, seed, rows, differing, scores, questions)
 
 
 def _why_alone(group: Sequence[FoundRun], base_group: Sequence[FoundRun]) -> str:
-    """Why a label is not compared with its baseline, as a clause."""
+    """Say why a label is not compared with its baseline, as a clause."""
     if all({*run.scores} <= {_TRAINING} for run in (*group, *base_group)):
         return "no run was evaluated, neither in training (--eval.dataset) nor after it (evaluate:)"
     return "it shares no seed and measure with the baseline"
 
 
 def _bases(runs: Runs, baseline: str) -> dict[str, str]:
-    """Each label other than the baseline's, and the label to compare it with, which may have no run."""
+    """Map each label to the label to compare it with, which may have no run."""
     baselines = {label for label in runs if label == baseline or label.split("/")[0] == baseline}
     if not baselines:
         raise UsageError(f"The baseline {baseline!r} is not among the runs: {', '.join(runs)}.")
@@ -262,7 +260,7 @@ def _differences(
     label: str, group: Sequence[FoundRun], base: str, base_group: Sequence[FoundRun]
 ) -> dict[tuple[str, str], Difference | None]:
     """Differences by data set and measure, over the seeds for which both groups have the measure. Training's held-out
-    reward is of the last step at which all of these runs were evaluated, and None if there is no such step."""
+    reward is taken at the last step at which all of these runs were evaluated; None if there is none."""
     by_seed = {run.seed: run for run in base_group if run.seed is not None}
     pairs = [(run, by_seed[run.seed]) for run in group if run.seed in by_seed]
     steps = defaultdict(list)
@@ -288,7 +286,7 @@ def _differences(
 
 
 def _held_out(run: FoundRun) -> dict[str, list[tuple[str, str]]]:
-    """The scores of a run that are held-out rewards of training, by data set and in order of step."""
+    """A run's held-out rewards in training, by data set and in order of step."""
     by_data = defaultdict(list)
     for key in sorted(run.scores, key=_by_measure):
         if key[1].startswith(_HELD_OUT):
@@ -297,8 +295,8 @@ def _held_out(run: FoundRun) -> dict[str, list[tuple[str, str]]]:
 
 
 def _among_all(rows: Sequence[tuple[str, str, str, str]], runs: Runs) -> dict[tuple[str, str, str], dict[str, float]]:
-    """Each label's p among all that are compared with the same baseline, by baseline, data set and measure; only of
-    those with several seeds, and if there are several of them."""
+    """Each label's p among all labels with the same baseline, by baseline, data set and measure. Only for two or more
+    labels with several seeds."""
     among = {}
     for base, data, measure in sorted({row[1:] for row in rows}, key=lambda key: (key[0], _by_measure(key[1:]))):
         seeds = {
@@ -313,15 +311,15 @@ def _among_all(rows: Sequence[tuple[str, str, str, str]], runs: Runs) -> dict[tu
 
 
 def _joint_sentence(base: str, data: str, measure: str, p: Mapping[str, float]) -> str:
-    """The finding on all methods together in one sentence."""
+    """Write the finding about all methods together in one sentence."""
     differing = sorted((value, label) for label, value in p.items() if value < 0.05)
     shown = [f"{label} (p {f'{value:.3f}' if value >= 0.001 else '< 0.001'})" for value, label in differing]
-    finding = f"these differ from {base}: {', '.join(shown)}" if shown else f"none is seen to differ from {base}"
+    finding = f"these differ from {base}: {', '.join(shown)}" if shown else f"no difference from {base} is seen"
     return f"{data}, {measure}: among all {len(p)} methods together, {finding}."
 
 
 def _by_measure(key: tuple[str, str]) -> tuple[str, bool, str, int]:
-    """Sort key: data sets by name, and the measures of each by name, pass@4 before pass@32, step 9 before 10."""
+    """Sort key: by data set, then by measure, with numbers in order: pass@4 before pass@32, step 9 before 10."""
     data, measure = key
     name, _, k = measure.replace(" at step ", "@").partition("@")
     return data, name not in ("mean", "pass", "best", "majority"), name, int(k or 0)
@@ -345,6 +343,6 @@ def _settings(runs: Runs) -> dict[str, list[str]]:
 
 
 def _inline(svg: str, title: str) -> str:
-    """An SVG file's element without the ids of its groups: nothing refers to them, and ids in a page are unique."""
+    """An SVG file's element without the ids of its groups, which are unused and must be unique in a page."""
     element = re.sub(r'<g id="[^"]*"', "<g", svg[svg.index("<svg") :])
     return element.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)

@@ -1,6 +1,6 @@
 """Runs an experiment's trainings one after another, each in its folder, and resumes after an interruption.
 
-Several hosts that run the same command share the work through the folder: a run belongs to whoever has its lock.
+Several hosts that run the same command share the work through the folder: a run belongs to the holder of its lock.
 """
 
 import fcntl
@@ -27,20 +27,20 @@ from openrlhf_gtpo.report.watch import bar_columns, describe
 from openrlhf_gtpo.tools.experiment.grid import Grid, Run, words
 from openrlhf_gtpo.tools.launch.process_tree import run_and_clear
 
-_SIGNALS = range(129, 256)  # exit statuses after a signal to this process or to the run
+_SIGNALS = range(129, 256)  # exit statuses after a signal or a request to stop
 _SECONDS = "seconds"  # a file
 
 
 def is_finished(run: Run, grid: Grid) -> bool:
-    """True if ``run`` has completed, and its model was evaluated if the grid asks for it."""
+    """True if ``run`` has completed and, if the grid asks for it, its model was evaluated."""
     return is_trained(run) and (grid.evaluate is None or (run.folder / "evaluation" / "flags.json").is_file())
 
 
 def check_folders(grid: Grid) -> None:
-    """Refuse a folder with a run that was trained or evaluated with flags other than ``grid`` gives it.
+    """Reject a folder with a run that was trained or evaluated with other flags than those in ``grid``.
 
     Raises:
-        UsageError: there is such a run, which is named with the flag, or the folder has other files.
+        UsageError: there is such a run, or the folder has other files. The message names the run and the flag.
     """
     if grid.output.exists() and not grid.output.is_dir():
         raise UsageError(f"output {grid.output} is not a folder; name another.")
@@ -67,25 +67,25 @@ def _refuse_others(folder: Path, done: str, flags: Mapping[str, Any]) -> None:
 
 
 def run_all(grid: Grid) -> list[str]:
-    """Make every unfinished run that no other process is making. On a terminal, a bar shows how many are finished,
-    what the current run is doing, and how long the others will take if each takes as long as those before, its starts
-    and evaluation included.
+    """Train every unfinished run that no other process is training. On a terminal, a bar shows how many are finished,
+    what the current run is doing, and how long the rest takes at the average time so far, starts and evaluations
+    included.
 
     Returns:
-        a sentence for each failed run, which has been printed; the run's log says why.
+        A sentence for each failed run, already printed. The run's log has the reason.
 
     Raises:
         KeyboardInterrupt: a signal or a request to stop ended a run.
     """
     failures: list[str] = []
-    done: dict[Path, float | None] = {}  # seconds of finished runs, as far as known, whose files are read once
+    done: dict[Path, float | None] = {}  # known seconds of finished runs, whose files are read once
     console = Console(stderr=True)
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     with Progress(*bar_columns(console), console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("", total=len(grid.runs), left="")
 
         def show(run: Run) -> bool:
-            """Update the bar. Returns False, which says that nothing hangs (``run_and_clear``)."""
+            """Update the bar. Returns False: nothing hangs (``run_and_clear``)."""
             if console.is_terminal:
                 for other in grid.runs:
                     if other.folder not in done and is_finished(other, grid):
@@ -107,7 +107,7 @@ def run_all(grid: Grid) -> list[str]:
                     began = time.time()
                     show(run)
                 elif not is_ours:
-                    say(f"{run}: another process makes it.")
+                    say(f"{run}: another process is working on it.")
     return failures
 
 
@@ -115,7 +115,7 @@ def _make(run: Run, grid: Grid, show: Callable[[], bool]) -> list[str]:
     log = run.folder / "log"
     if not is_trained(run):
         resume = ["--ckpt.load_enable"] if has_checkpoint(run) else []
-        if not resume:  # half a run counts nowhere
+        if not resume:  # a partial run counts nowhere
             for name in ("metrics.jsonl", "model", "model_critic", "checkpoints", _SECONDS):
                 path = run.folder / name
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -133,13 +133,13 @@ def _make(run: Run, grid: Grid, show: Callable[[], bool]) -> list[str]:
 
 
 def _call(module: str, argv: Sequence[str], log: Path, show: Callable[[], bool]) -> tuple[int, str]:
-    """Run ``python3 -m module argv`` with its output appended to ``log``, and leave none of its processes behind;
-    call ``show`` meanwhile, about once a second; add its seconds to those in a file beside the log. Return its status,
-    and how it ended as a clause."""
+    """Run ``python3 -m module argv`` with its output appended to ``log``, and leave none of its processes behind. Call
+    ``show`` about once a second meanwhile. Add its seconds to a file beside the log. Return its status, and how it
+    ended, as a clause."""
     start = log.stat().st_size if log.exists() else 0
     shell = ["sh", "-c", 'log=$1; shift; exec "$@" >>"$log" 2>&1', "sh", str(log)]
     command = [*shell, sys.executable, "-m", module, *argv]
-    # Each training makes a W&B run of its own, or goes on in it (training/controller/wandb_run.py).
+    # Each training makes or resumes a W&B run of its own (training/controller/wandb_run.py).
     environment = {name: value for name, value in os.environ.items() if name != "WANDB_RUN_ID"}
     began = time.time()
     try:
@@ -154,28 +154,28 @@ def _call(module: str, argv: Sequence[str], log: Path, show: Callable[[], bool])
 
 
 def has_checkpoint(run: Run) -> bool:
-    """True if the training of ``run`` goes on from a checkpoint; without one it starts anew."""
+    """True if the training of ``run`` resumes from a checkpoint; without one it restarts."""
     return any((run.folder / "checkpoints" / "_actor").glob("*"))
 
 
 def is_trained(run: Run) -> bool:
-    """True if the training of ``run`` has completed; its evaluation may be missing."""
-    # A run without metrics starts anew, and its model is removed: any other error, as of a shared folder, is raised.
+    """True if the training of ``run`` has completed, even without its evaluation."""
+    # A run without metrics restarts, and its model is removed. Other errors, as of a shared folder, are raised.
     with suppress(FileNotFoundError), (run.folder / "metrics.jsonl").open(), suppress(ValueError):
         return any(row.get("ended") for row in read_runs(run.folder)[-1])
     return False
 
 
 def _last_words(log: Path, start: int) -> str:
-    """The last message of a command of this package from byte ``start`` on, or the last line of any."""
+    """The last message of this package's commands from byte ``start`` on, or else the last line."""
     lines = log.read_bytes()[start:].decode(errors="replace").strip().splitlines() if log.exists() else []
     messages = [line for line in lines if line.startswith(("train_ppo_ray", "evaluate:"))]
-    return (messages or lines or ["it said nothing"])[-1][:500]
+    return (messages or lines or ["no output"])[-1][:500]
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Lock ``folder`` until the end of the block or of the process; yields False if another process has the lock."""
+    """Lock ``folder`` until the block or the process ends; yields False if another process has the lock."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("a") as file:
         try:
@@ -195,14 +195,14 @@ def _doing(run: Run) -> str:
 
 
 def _seconds(run: Run) -> float | None:
-    """How long a run took in all its starts, with its evaluation; None if nobody has written it down."""
+    """Seconds of all of a run's starts and its evaluation; None if unknown."""
     with suppress(OSError, ValueError):
         return float((run.folder / _SECONDS).read_text())
     return None
 
 
 def _left(spent: Sequence[float], runs: int, seconds: float) -> str:
-    """The time that ``runs`` runs take, the first of which is made since ``seconds``."""
+    """The time left for ``runs`` runs, the first of which has been running for ``seconds``."""
     if not spent or not runs:
         return ""
     each = sum(spent) / len(spent)

@@ -1,9 +1,8 @@
-"""Runs a program and leaves none of its processes behind, however far they have moved away from it.
+"""Runs a program and leaves none of its processes behind, even if they have detached from it.
 
-Ray's workers, and the engines started by them, outlive a Ray that is killed. They rename themselves, so that only
-their ancestry tells whose they are. Linux preserves that: orphans of a "child subreaper" become its children. A raylet
-can be one too (https://github.com/ray-project/ray/pull/42992), but then it ends together with what it should
-clear away.
+Ray's workers, and the engines that they start, outlive a killed Ray. They rename themselves, so that only their
+ancestry shows whose they are. Linux preserves ancestry: orphans of a "child subreaper" become its children. A raylet
+can be one too (https://github.com/ray-project/ray/pull/42992), but then it dies with the processes that it should end.
 """
 
 import ctypes
@@ -20,11 +19,11 @@ import psutil  # vLLM and DeepSpeed depend on it
 
 HUNG = 124  # the exit status of coreutils' timeout
 
-_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here, because little may be done between fork and exec
+_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here, because few calls are safe between fork and exec
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_PATIENCE = 5.0  # seconds from SIGTERM to SIGKILL for a hung program, and for orphans: they have nothing to finish
-_GIVE_UP = 60.0  # seconds until orphans are left that SIGKILL does not end: they wait for a device or a disk
+_PATIENCE = 5.0  # seconds from SIGTERM to SIGKILL for a hung program and for orphans, which have nothing to finish
+_GIVE_UP = 60.0  # seconds until orphans that survive SIGKILL, stuck on a device or a disk, are abandoned
 
 
 def run_and_clear(
@@ -36,25 +35,27 @@ def run_and_clear(
     locks: Sequence[int] = (),
     output: int | None = None,
 ) -> int:
-    """Run ``command`` until it ends, or SIGTERM, SIGINT or SIGHUP to this process ends it, then end its descendants.
-    If this process is killed, the program gets SIGTERM.
+    """Run ``command`` until it ends, or until SIGTERM, SIGINT or SIGHUP to this process ends it. Then end its
+    descendants. If this process is killed, the program gets SIGTERM.
 
     Args:
         environment: the program's whole environment.
-        patience: seconds that the program has after such a signal, until SIGKILL.
-        hangs: called about once a second; True, or an error, ends the program too, with little patience.
-        locks: file descriptors that the program gets, so that their locks last as long as it.
-        output: descriptor that the program writes to; None for this process's own.
+        patience: seconds from such a signal to SIGKILL.
+        hangs: called about once a second. True, or an error, also ends the program, with less patience.
+        locks: file descriptors that the program inherits, so that their locks last as long as it runs.
+        output: descriptor of the program's output; None for this process's own.
 
     Returns:
-        the program's exit status, -N if signal N killed it, 128 + the signal that this process received, or HUNG.
+        The program's exit status, -N if signal N killed it, 128 + the signal that this process received, or HUNG.
 
     Raises:
         OSError: the program cannot be started.
     """
     received: list[int] = []
     hung = False
-    others = set(psutil.Process().children())  # of a shell that became this process, such as a `tee` of its log
+    others = set(
+        psutil.Process().children()
+    )  # children of a shell that became this process, such as a `tee` of its log
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     handled = [number for number in _FORWARDED if not (nohup and number == signal.SIGHUP)]
@@ -82,7 +83,7 @@ def run_and_clear(
         os.close(end)
     finally:
         try:
-            _end_descendants(others)  # the program is one of them if hangs() raised
+            _end_descendants(others)  # includes the program if hangs() raised
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -100,7 +101,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _end_descendants(others: Set[psutil.Process]) -> None:
-    """End all descendants of this process but ``others``."""
+    """End all descendants of this process except ``others``."""
     began = time.monotonic()
     for process in _descendants(others):
         with suppress(psutil.Error):
@@ -113,7 +114,11 @@ def _end_descendants(others: Set[psutil.Process]) -> None:
         if not survivors:
             return
         if waited > _GIVE_UP:
-            print(f"Warning: after {waited:.0f} s these processes still run: {survivors}", file=sys.stderr, flush=True)
+            print(
+                f"Warning: left behind, {waited:.0f} s after SIGKILL: {survivors}",
+                file=sys.stderr,
+                flush=True,
+            )
             return
         for process in survivors if waited > _PATIENCE else ():
             with suppress(psutil.Error):
@@ -131,7 +136,7 @@ def _descendants(others: Set[psutil.Process]) -> list[psutil.Process]:
 
 
 def _reap(except_for: int | None = None) -> None:
-    """Reap adopted orphans that have ended; ``except_for`` is waited for by whoever started it."""
+    """Reap adopted orphans that have ended, without ``except_for``, for which its starter waits."""
     with suppress(ChildProcessError):  # there is no child
         while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             if ended.si_pid == except_for:

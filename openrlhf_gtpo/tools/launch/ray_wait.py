@@ -1,4 +1,4 @@
-"""Waits until every node of a Ray cluster has joined and the cluster takes jobs, over its dashboard's HTTP API."""
+"""Waits until all nodes of a Ray cluster have joined and the cluster accepts jobs, over its dashboard's HTTP API."""
 
 import json
 import math
@@ -13,7 +13,7 @@ _PAUSE = 1.0  # seconds between two checks
 
 
 class NotJoined(RuntimeError):
-    """The cluster was not complete in time; the message names what is missing."""
+    """The cluster was not complete in time. The message names what is missing."""
 
 
 class Dashboard:
@@ -21,7 +21,7 @@ class Dashboard:
 
     Args:
         url: such as http://127.0.0.1:8265.
-        token: file with the cluster's secret; None for an open cluster.
+        token: the cluster's secret file; None for an open cluster.
     """
 
     def __init__(self, url: str, token: Path | None) -> None:
@@ -29,7 +29,7 @@ class Dashboard:
         self._token = token
 
     def alive(self) -> set[str]:
-        """Names of the nodes that are up; empty if the head does not answer yet."""
+        """Return the names of the nodes that are up; empty if the head does not answer yet."""
         try:
             answer = self._ask("/api/v0/nodes?limit=10000")
             return {node["node_name"] for node in answer["data"]["result"]["result"] if node["state"] == "ALIVE"}
@@ -37,8 +37,8 @@ class Dashboard:
             return set()
 
     def obstacle_to_jobs(self, deadline: float = math.inf) -> str | None:
-        """What keeps the cluster from running jobs, found by submitting one that does nothing; None if that succeeds
-        before ``deadline`` (of ``time.monotonic``)."""
+        """Submit a job that does nothing, and say what keeps the cluster from running it; None if it succeeds before
+        ``deadline`` (of ``time.monotonic``)."""
         try:
             job = self._ask("/api/jobs/", {"entrypoint": "true"})["submission_id"]
             while (status := self._ask(f"/api/jobs/{job}")["status"]) in ("PENDING", "RUNNING"):
@@ -57,7 +57,7 @@ class Dashboard:
             headers["Authorization"] = f"Bearer {self._token.read_text(encoding='ascii').strip()}"
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url + path, data=data, headers=headers)
-        # Without the environment's proxy: the dashboard is on this host.
+        # Bypass the environment's proxy, because the dashboard is on this host.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(request, timeout=60) as response:
             return json.load(response)
@@ -67,20 +67,20 @@ def wait_for_nodes(dashboard: Dashboard, names: Sequence[str], seconds: float) -
     """Return once all of ``names`` have joined and a job has run.
 
     Raises:
-        NotJoined: this did not happen within ``seconds``.
+        NotJoined: ``seconds`` have passed.
     """
     deadline = time.monotonic() + seconds
     while missing := set(names) - (alive := dashboard.alive()):
         if time.monotonic() > deadline:
             if not alive:
-                raise NotJoined(f"After {seconds:g} s the head of the Ray cluster does not answer; its log says why.")
+                raise NotJoined(f"After {seconds:g} s the head of the Ray cluster does not answer; see its log.")
             raise NotJoined(
                 f"After {seconds:g} s {len(missing)} of {len(names)} nodes have not joined the Ray cluster: "
-                f"{', '.join(sorted(missing, key=names.index))}; their logs say why. "
-                "Often the head's address cannot be reached from there."
+                f"{', '.join(sorted(missing, key=names.index))}; see their logs. Often they cannot reach the head's "
+                "address."
             )
         time.sleep(_PAUSE)
     while (obstacle := dashboard.obstacle_to_jobs(deadline)) is not None:
         if time.monotonic() > deadline:
-            raise NotJoined(f"All {len(names)} nodes joined, but after {seconds:g} s Ray takes no job: {obstacle}")
+            raise NotJoined(f"All {len(names)} nodes joined, but after {seconds:g} s Ray runs no job: {obstacle}")
         time.sleep(_PAUSE)

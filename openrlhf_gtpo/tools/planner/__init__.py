@@ -1,1 +1,1 @@
-"""Predicts by arithmetic alone what a run needs and how fast it is. Imports no torch, megatron or openrlhf."""
+"""Predicts by arithmetic a run's memory and speed. Does not import torch, megatron or openrlhf."""

@@ -1,7 +1,7 @@
-"""The numbers that cannot be derived, and where each comes from. ``plan --assumptions`` prints them all.
+"""The planner's assumed numbers, with the source of each. ``plan --assumptions`` prints them.
 
-Each compute efficiency is the one number that makes :mod:`training_speed` reproduce a published pre-training row; no
-row of an RL system was consulted for any of them. docs/results/planner.md has the rows, and others that check them.
+Each compute efficiency is chosen so that :mod:`training_speed` reproduces one published pre-training result. No result
+of an RL system was used. docs/results/planner.md lists these results, and others that check the numbers.
 """
 
 from dataclasses import dataclass, fields
@@ -46,20 +46,22 @@ SOURCES = {
     "153 TFLOP/s, with the time of pipeline and all-to-all deducted; coarse",
     "link": "of NVLink's one-way bandwidth: NCCL's bus bandwidth in large all-reduces on H100s, about 340 of 450 GB/s",
     "network": "the same for InfiniBand: NCCL's 40 of 50 GB/s",
-    "memory_bandwidth": "streaming reads and writes of the optimizer: assumed",
+    "memory_bandwidth": "streaming reads and writes in the optimizer: assumed",
     "decode_weights": "bandwidth of weights in decoding: a little below gpt-fast's 72 to 76 % on A100 (PyTorch blog)",
-    "decode_cache": "bandwidth of attention to the KV cache: TensorRT-LLM's rows for Llama 3.3 70B on H100 and H200",
-    "decode_compute": "matrix products in prefill and large decode batches: the same rows, fitted together",
+    "decode_cache": (
+        "bandwidth of attention over the KV cache: TensorRT-LLM's rows for Llama 3.3 70B on H100 and H200"
+    ),
+    "decode_compute": "matrix products in prefill and large decode batches: fitted to the same rows",
     "decode_step": "seconds of scheduling and sampling in each of vLLM's decode steps: assumed",
-    "decode_row": "seconds of vLLM's Python for each row of a decode step, where these take longer than the GPU: an "
-    "H200's host, 256 rows of 128 tokens without values, 1.21 s (benchmarks/results/h200/sampler_rollout.json)",
+    "decode_row": "seconds of vLLM's Python for each row of a decode step, where slower than the GPU: an H200's host, "
+    "256 rows of 128 tokens without values, 1.21 s (benchmarks/results/h200/sampler_rollout.json)",
     "collective": "seconds of latency of a small all-reduce over NVLink: assumed",
     "host_copy": "bytes/s of pinned copies to host memory, which the GPUs of a node partly share: assumed",
-    "phase": "seconds to change from one phase to the next, including Ray's calls: assumed",
-    "context_bytes": "bytes of CUDA contexts, NCCL and cuBLAS, in trainer and engine: assumed",
+    "phase": "seconds between two phases, including Ray's calls: assumed",
+    "context_bytes": "bytes of CUDA contexts, NCCL and cuBLAS in trainer and engine: assumed",
     "engine_bytes": "bytes of vLLM's activations and CUDA graphs, besides weights and KV cache: assumed",
-    "asleep_bytes": "bytes that a sleeping engine keeps: assumed",
-    "usable": "share of the memory; the rest is lost to fragmentation in the allocator: assumed",
+    "asleep_bytes": "bytes that a sleeping engine still holds: assumed",
+    "usable": "usable share of the memory; fragmentation in the allocator takes the rest: assumed",
     "vllm_memory": "--vllm.gpu_memory_utilization when engines have their own GPUs",
     "vllm_memory_shared": "the same when they share GPUs with training (OpenRLHF's examples: 0.5 to 0.7)",
     "overlap": "whether gradients and weights are sent while passes run (--megatron.ddp): the actor's default",

@@ -1,4 +1,4 @@
-"""One way to run (layout, precision, recompute, placement of the engines): its memory and its step time by phase."""
+"""One candidate (layout, precision, recompute, placement of the engines): its memory and its step time by phase."""
 
 import math
 from dataclasses import dataclass, replace
@@ -24,14 +24,14 @@ PLACEMENTS = ("colocated", "split")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to run: layout, placement and precision.
+    """A candidate: layout, placement and precision.
 
     Fields:
-        training: layout, precision and recompute of the actor.
+        training: the actor's layout, precision and recompute.
         cluster: the GPUs that train.
-        engines: engines of the rollout, on the same GPUs (colocated) or others (split), with workload and assumptions.
-        offload: whichever of trainer and engines is idle has its memory on the host; only if colocated.
-        async_enable: the next rollout is sampled while this one is trained (``--train.async_enable``); only if split.
+        engines: the rollout's engines, on the same GPUs (colocated) or others (split), with workload and assumptions.
+        offload: the idle one of trainer and engines keeps its memory on the host; only if colocated.
+        async_enable: the next rollout is sampled during training (``--train.async_enable``); only if split.
     """
 
     training: Training
@@ -52,7 +52,7 @@ class Candidate:
 
     @cached_property
     def memory(self) -> dict[str, dict[str, float]]:
-        """Bytes by phase and part, on the GPU that uses the most. ``kv_cache`` is what vLLM takes, if it fits."""
+        """Bytes by phase and part, on the GPU that uses the most. ``kv_cache`` is what vLLM allocates, if it fits."""
         phases: dict[str, dict[str, float]] = {}
         for stage in self.training.ends:
             for phase, parts in self._stage_memory(stage).items():
@@ -66,27 +66,27 @@ class Candidate:
         context = {"context": assumed.context_bytes}
         asleep = context | ({"vllm_asleep": assumed.asleep_bytes} if self.colocated else {})
         weights, caches = {"weights": held["weights"]}, {"fp8_caches": held["fp8_caches"]}
-        # A reference on the device keeps its FP8 weights, but of their two copies only the rows.
+        # A reference on the device keeps only the rows of its FP8 weights' two copies.
         reference_bytes = held["weights"] + (0.0 if offloaded else held["fp8_caches"] / 2)
         reference = {"reference": reference_bytes} if self._has_reference else {}
         states = {} if offloaded else {name: held[name] for name in ("gradients", "optimizer")} | caches
         resting = {} if offloaded else reference
         loaded = {name: engine[name] for name in ("vllm_weights", "vllm_working")}
-        # One bucket is filled while the other is sent. The embedding, or the head, has one of its own if it is larger;
-        # its parts are gathered and merged beside that.
+        # One bucket is filled while the other is sent. The embedding, or the head, gets a bucket of its own if it is
+        # larger, plus memory to gather and merge its parts.
         largest, parts = 2.0 * training.shape.vocab_size * training.shape.hidden_size, 2 + 1 / training.tensor
         buckets = SYNC_BUCKET + max(SYNC_BUCKET, largest) + (largest * parts if training.tensor > 1 else 0.0)
         bucket = {"sync_bucket": buckets}
         beside_engine = weights | states | reference if self.colocated and not offloaded else {}
-        beside_trainer = context | resting | (loaded if self.colocated else {})  # the cache is asleep
+        beside_trainer = context | resting | (loaded if self.colocated else {})  # the sleeping engine has no cache
         work = self.engines.workload
         tokens = min(work.micro_batch_tokens(training.layout.context_parallel_size), work.rows * work.row_length)
-        activations = {"activations": forward_bytes(replace(training, tokens=tokens), stage)}  # of any rows
-        read = {"optimizer": held["optimizer"]}  # or written
-        if training.fp8 is not None and training.fp8.primary_weights:  # checkpoints hold these weights in bfloat16
+        activations = {"activations": forward_bytes(replace(training, tokens=tokens), stage)}  # any rows
+        read = {"optimizer": held["optimizer"]}  # or writes them
+        if training.fp8 is not None and training.fp8.primary_weights:  # checkpoints store these weights in bfloat16
             read["bf16_copies"] = 2 * fp8_parameters(training, stage)
         fresh_states = {"gradients": held["gradients"], "optimizer": held["optimizer"] / 3}  # only the float32 weights
-        # A checkpoint brings the moments after the gradients have left.
+        # A checkpoint is saved with the moments on the GPU, but without the gradients.
         starting = max(fresh_states, read, key=lambda parts: sum(parts.values())) if offloaded else states | read
         return {
             "start": asleep | weights | starting | reference,
@@ -99,17 +99,17 @@ class Candidate:
 
     @property
     def _has_reference(self) -> bool:
-        """Whether KL takes a model of its own: with adapters the actor without them is the reference."""
+        """True if KL needs a model of its own. With LoRA, the reference is the actor without adapters."""
         return self.engines.workload.kl and not self.training.lora_rank
 
     @property
     def limit(self) -> float:
-        """Bytes of a GPU's memory that a plan can use."""
+        """Usable bytes of a GPU's memory."""
         return self.cluster.gpu.memory * self.engines.assumptions.usable
 
     @cached_property
     def breaks(self) -> tuple[str, float]:
-        """The phase that comes closest to the limit, and its bytes over the limit (negative: to spare)."""
+        """The phase closest to the limit, and its bytes over the limit (negative: to spare)."""
         over = {phase: sum(parts.values()) - self.limit for phase, parts in self.memory.items()}
         engines = self.engines
         cache = engines.memory()["kv_cache"] - engines.workload.row_length * engines.token_bytes
@@ -142,7 +142,7 @@ class Candidate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Real tokens of prompts and responses per second and GPU."""
+        """Tokens of prompts and responses, without padding, per second and GPU."""
         return self.engines.workload.tokens / self.step_seconds / self.gpus
 
     @property
@@ -155,7 +155,7 @@ class Candidate:
         return self.speed.flops() / seconds / self.cluster.gpus / peak
 
     def _sync(self) -> float:
-        """Seconds to send all weights in bfloat16 to each engine: gathered over TP inside a node, sent over PP and to
+        """Seconds to send all weights in bfloat16 to each engine: gather over TP inside a node, send over PP and to
         other GPUs."""
         total = 2.0 * self.training.shape.parameters
         assumed, cluster, stages = self.engines.assumptions, self.cluster, self.training.pipeline
@@ -170,8 +170,8 @@ class Candidate:
 
     @property
     def host_bytes(self) -> float:
-        """Bytes of host memory per GPU that offloading occupies, and moves back and forth in a step: weights and
-        optimizer of the trainer, weights of the reference and of the engines."""
+        """Host memory per GPU that offloading occupies, and moves back and forth in a step, in bytes: the trainer's
+        weights and optimizer, the weights of the reference and of the engines."""
         if not (self.colocated and self.offload):
             return 0.0
         held = held_bytes(self.training, 0)
@@ -180,7 +180,7 @@ class Candidate:
 
     @property
     def preference(self) -> tuple:
-        """Sort key for candidates that fit: time, and if about equal (within 2 %), what changes or splits less."""
+        """Sort key for candidates that fit: time, then (if within 2 %) the candidate that changes or splits less."""
         layout, fp8 = self.training.layout, self.training.fp8
         return (
             round(math.log(self.step_seconds) / math.log(1.02)),

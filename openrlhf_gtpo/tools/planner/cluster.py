@@ -1,4 +1,4 @@
-"""The GPUs that a plan is for: how many, of which kind, in how many nodes.
+"""The GPUs of a plan: how many, of which kind, in how many nodes.
 
 Numbers are from NVIDIA's data sheets (without sparsity) for H100 SXM and NVL, H200, A100 and L40S, and from vendors'
 listings for H20. Memory is what the driver reports.
@@ -18,9 +18,9 @@ class Gpu:
     """One kind of GPU.
 
     Fields:
-        memory: bytes that the driver reports.
-        bf16, fp8: FLOP/s of dense products; fp8 is None for a GPU without it.
-        memory_bandwidth, link: bytes/s of its memory, and to other GPUs of its node, in one direction.
+        memory: bytes, as the driver reports them.
+        bf16, fp8: FLOP/s of dense products; fp8 is None for a GPU without FP8.
+        memory_bandwidth, link: bytes/s of its memory, and to other GPUs of its node in one direction.
         capability: CUDA compute capability, on which FP8 recipes depend.
     """
 
@@ -67,12 +67,12 @@ class Cluster:
         return self.gpus // self.nodes
 
     def of(self, gpus: int) -> "Cluster":
-        """A cluster of the same kind of nodes with ``gpus`` GPUs in total: part of one node, or whole nodes."""
+        """Make a cluster of the same nodes with ``gpus`` GPUs in total: part of one node, or whole nodes."""
         return replace(self, gpus=gpus, nodes=-(-gpus // self.gpus_per_node))
 
 
 def parse_cluster(gpu: str, gpus: int, nodes: int | None = None, network_gbit: float = 400.0) -> Cluster:
-    """The cluster of ``gpus`` GPUs of the kind ``gpu`` in :data:`GPUS`.
+    """Make the cluster of ``gpus`` GPUs of the kind ``gpu`` in :data:`GPUS`.
 
     Args:
         nodes: None for nodes of 8 GPUs, or one node if there are fewer.
@@ -97,7 +97,7 @@ def parse_cluster(gpu: str, gpus: int, nodes: int | None = None, network_gbit: f
         )
     if gpus // nodes > _MOST_PER_NODE:
         raise SettingError(
-            f"$gpus {gpus} on $nodes {nodes} makes {gpus // nodes} in a node, and no node has more than "
+            f"$gpus {gpus} on $nodes {nodes} makes {gpus // nodes} per node, but a node has at most "
             f"{_MOST_PER_NODE}; give at least $nodes {-(-gpus // _MOST_PER_NODE)}."
         )
     if not network_gbit > 0:

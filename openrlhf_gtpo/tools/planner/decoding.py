@@ -1,9 +1,9 @@
-"""Which rows of a rollout an engine decodes when, as vLLM's scheduler decides: first come, first served.
+"""Simulates vLLM's scheduler over a rollout, first come, first served: which rows decode when.
 
 All rows arrive at the start and grow together, so a cache with room for their prompts may not hold their full length.
 When it is full, the newest row is preempted: its cache is freed, and it waits, ahead of the others, until a row has
-finished and there is room for all its tokens, which are then computed again (vLLM V1's recompute). Samples of a prompt
-share its cache (vLLM's prefix caching). ``tests/tools/planner/test_decoding.py`` checks this against vLLM's scheduler.
+finished and there is room for all its tokens. They are then recomputed (vLLM V1). Samples of a prompt share its cache
+(vLLM's prefix caching). ``tests/tools/planner/test_decoding.py`` checks this against vLLM's scheduler.
 """
 
 from collections import Counter, deque
@@ -18,9 +18,9 @@ class Stretch:
 
     Fields:
         steps: tokens that each row gets.
-        rows: number of rows that decode.
-        context: tokens that attention reads for a row, averaged over rows and steps.
-        again: tokens to recompute for each row that comes back in this stretch; vLLM may still find some in its cache.
+        rows: number of decoding rows.
+        context: tokens that attention reads per row, averaged over rows and steps.
+        again: tokens to recompute for each row that resumes in this stretch; vLLM may still find some in its cache.
     """
 
     steps: int
@@ -32,18 +32,18 @@ class Stretch:
 def decode(
     lengths: Sequence[int], prompt: float, samples: int, cache_tokens: float, most_rows: int
 ) -> Iterator[Stretch]:
-    """The stretches of a rollout, in order.
+    """Return the stretches of a rollout in order.
 
     Args:
-        lengths: tokens of each response, in the order in which the engine gets them.
+        lengths: tokens of each response, in the order of arrival.
         prompt: tokens of each prompt.
         samples: responses per prompt; they arrive one after another.
-        cache_tokens: tokens that the KV cache has room for; at least one row's.
-        most_rows: the most rows that decode at once (vLLM's ``max_num_seqs``).
+        cache_tokens: capacity of the KV cache; at least one row's tokens.
+        most_rows: maximum rows that decode at once (vLLM's ``max_num_seqs``).
     """
     assert prompt + max(lengths) <= cache_tokens
     waiting = deque((row, length, 0) for row, length in enumerate(lengths))
-    # In order of arrival: the decode step at which a row would have begun, had it never waited, and its last.
+    # In order of arrival: a row's first decode step, if it had never waited, and its last.
     running: dict[int, tuple[int, int]] = {}
     siblings: Counter[int] = Counter()  # running rows of each prompt
     ends: list[tuple[int, int]] = []
@@ -83,8 +83,8 @@ def decode(
                 waiting.appendleft((row, end - began, clock - began))
                 leave(row, clock - began)
             while running.get(ends[0][1], (0, 0))[1] != ends[0][0]:
-                heappop(ends)  # of a row that was preempted
-            rows = len(running)  # they decode until the next end, or until the cache is full
+                heappop(ends)  # the tokens of a preempted row
+            rows = len(running)  # all decode until the next row ends or the cache is full
             steps = min(ends[0][0] - clock, int(room() / rows))
             yield Stretch(steps, rows, prompt + responses / rows + steps / 2, tuple(again))
             again = []

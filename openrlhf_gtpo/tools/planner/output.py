@@ -9,9 +9,9 @@ from openrlhf_gtpo.tools.planner.cluster import GIB
 
 ALGORITHMS = ("gtpo", "grpo_s", "dapo", "grpo")
 LAUNCHER = "examples/scripts/train.sh"
-_ROOM = 3 * GIB  # to spare, in a plan that is not at the edge (docs/results/planner.md)
+_ROOM = 3 * GIB  # a plan with less to spare is risky (docs/results/planner.md)
 _FP8_MEASURED = "a 3B model's step on one H200 gained 1.01 (blockwise) to 1.17 × (delayed) over BF16 (docs/fp8.md)"
-# Longer names for parts whose own names are unclear.
+# Clearer names for parts.
 _PARTS = {
     "bf16_copies": "BF16 copies",
     "fp8_caches": "FP8 weights",
@@ -27,7 +27,7 @@ _PARTS = {
 
 
 def layout_words(plan: Candidate) -> str:
-    """The layout in words, such as "TP4 PP2 CP1 DP4, e4m3 blockwise, recompute full"."""
+    """Describe the layout, such as "TP4 PP2 CP1 DP4, e4m3 blockwise, recompute full"."""
     training, fp8 = plan.training, plan.training.fp8
     words = f"TP{training.tensor} PP{training.pipeline} CP{training.layout.context_parallel_size}"
     expert = training.layout.expert_model_parallel_size
@@ -38,7 +38,7 @@ def layout_words(plan: Candidate) -> str:
 
 
 def ranking(plans: list[Candidate], most: int) -> str:
-    """A table with a line for each of the first ``most`` candidates."""
+    """Format a table with a line for each of the first ``most`` candidates."""
     width = max(58, *(len(layout_words(plan)) + 1 for plan in plans[:most]))
     lines = [
         f"{'layout':{width}}{'engines':>9}{'train GiB':>11}{'rollout':>9}{'step s':>8}{'rollout':>9}{'forward':>9}"
@@ -63,10 +63,10 @@ def ranking(plans: list[Candidate], most: int) -> str:
 
 
 def details(plan: Candidate) -> str:
-    """Memory by phase and part, what breaks first, and seconds by phase if the engines have room for a row."""
+    """Format memory by phase and part, what breaks first, and seconds by phase if the engines have room for a row."""
     count, size = plan.engines.count, plan.engines.tensor
     lines = [f"{layout_words(plan)}; {count} engine{'s' * (count > 1)} of {size} GPU{'s' * (size > 1)}"]
-    lines.append(f"memory of the fullest GPU, GiB (of {plan.limit / GIB:.1f} that can be planned for)")
+    lines.append(f"memory of the fullest GPU, GiB (of {plan.limit / GIB:.1f} usable)")
     for phase, parts in plan.memory.items():
         named = ", ".join(
             f"{_PARTS.get(name, name)} {size / GIB:.1f}" for name, size in parts.items() if size >= 0.05 * GIB
@@ -74,7 +74,7 @@ def details(plan: Candidate) -> str:
         lines.append(f"  {phase:8}{sum(parts.values()) / GIB:7.1f}  {named}")
     if plan.host_bytes:
         on_node = plan.host_bytes * plan.cluster.gpus_per_node / GIB
-        lines.append(f"host memory of a node that offloading keeps, pinned: {on_node:.0f} GiB")
+        lines.append(f"pinned host memory per node for offloading: {on_node:.0f} GiB")
     activations = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in plan.activations().items())
     lines.append(f"activations by recompute: {activations}")
     phase, over = plan.breaks
@@ -82,8 +82,8 @@ def details(plan: Candidate) -> str:
     lines.append(f"what breaks first: {_PARTS.get(phase, phase)} ({room})")
     if -_ROOM < over <= 0:
         lines.append(
-            f"risk: less than {_ROOM / GIB:.0f} GiB to spare, and the plan may be off by as much; if training runs "
-            "out of memory, plan with a smaller --max-tokens-per-gpu"
+            f"risk: less than {_ROOM / GIB:.0f} GiB to spare, which is the plan's error; if training runs out of "
+            "memory, plan with a smaller --max-tokens-per-gpu"
         )
     engines = plan.engines
     if engines.fits:
@@ -106,7 +106,7 @@ def details(plan: Candidate) -> str:
 
 
 def as_json(plan: Candidate) -> dict[str, Any]:
-    """Everything that the tables show, in bytes and seconds."""
+    """Return everything that the tables show, in bytes and seconds."""
     training, fp8, engines = plan.training, plan.training.fp8, plan.engines
     phase, over = plan.breaks
     return {
@@ -137,12 +137,12 @@ def as_json(plan: Candidate) -> dict[str, Any]:
 
 
 def launch_script(plan: Candidate, *, algorithm: str, model: str, command: str) -> str:
-    """A bash script to run from the project's root; every variable can be overridden from the environment.
+    """Write a bash script to run from the project's root. The environment can override every variable.
 
     Args:
         algorithm: one of :data:`ALGORITHMS`.
         model: the launcher's MODEL.
-        command: the command line that made the plan, for the script's header.
+        command: the planner's command line, for the script's header.
     """
     training, engines, work, fp8 = plan.training, plan.engines, plan.engines.workload, plan.training.fp8
     context = training.layout.context_parallel_size
@@ -208,7 +208,7 @@ source {LAUNCHER} gtpo_colocated "$@"
 
 
 def trainer_flags(plan: Candidate) -> list[str]:
-    """Trainer flags that the plan relies on and the launcher has no variable for."""
+    """Trainer flags that the plan needs and the launcher has no variable for."""
     expert, work = plan.training.layout.expert_model_parallel_size, plan.engines.workload
     flags = []
     if expert > 1:
@@ -219,14 +219,14 @@ def trainer_flags(plan: Candidate) -> list[str]:
         flags.append("--megatron.ddp overlap_grad_reduce=false --megatron.ddp overlap_param_gather=false")
     if work.entropy != "actor":
         flags.append(f"--rollout.entropy {work.entropy}")
-    if work.kl:  # the plan does not choose the coefficient
+    if work.kl:  # the user chooses the coefficient
         flags.append('--algo.kl.init_coef "${KL:?must be set to the coefficient of the planned KL term}"')
-    if work.kl and not plan.training.lora_rank:  # which is the actor's own reference
+    if work.kl and not plan.training.lora_rank:  # the actor is its own reference
         flags.append('--ref.num_nodes "$NODES" --ref.num_gpus_per_node "$GPUS_PER_NODE"')
         flags += [] if plan.colocated else ["--train.colocate_actor_ref"]
     if work.kl:
         flags += [] if work.entropy == "actor" else ["--algo.kl.use_loss"]
-    if work.log_probs != "actor":  # with the correction that it requires
+    if work.log_probs != "actor":  # with the required correction
         flags.append(f"--rollout.log_probs {work.log_probs} --algo.advantage.is_correction_level token")
     if plan.engines.assumptions.lm_head_mb != Assumptions.lm_head_mb:
         flags.append(f"--megatron.lm_head_mb {plan.engines.assumptions.lm_head_mb}")
@@ -234,5 +234,5 @@ def trainer_flags(plan: Candidate) -> list[str]:
 
 
 def _inside(value: object) -> str:
-    """``value`` as the default of a parameter expansion between double quotes."""
+    """Quote ``value`` as the default of a parameter expansion between double quotes."""
     return re.sub(r'([\\"$`}])', r"\\\1", str(value))

@@ -1,5 +1,5 @@
-"""Ranks all candidates for a model, a cluster and a workload; if none fits, finds the smallest cluster where one does.
-The actor's own rules (``megatron.parallel.layout``, ``megatron.fp8.options``) and OpenRLHF's requirements on batches
+"""Ranks all candidates for a model, a cluster and a workload; if none fits, finds the smallest cluster that fits one.
+The actor's rules (``megatron.parallel.layout``, ``megatron.fp8.options``) and OpenRLHF's requirements on batches
 decide which layouts and precisions are legal."""
 
 import math
@@ -28,12 +28,12 @@ from openrlhf_gtpo.tools.planner.workload import Workload
 
 _CONTEXT = (1, 2, 4, 8)
 _EXPERT = (1, 2, 4, 8, 16, 32, 64)
-_NODES = (*range(1, 17), 20, 24, 28, 32, 48, 64, 96, 128, 256, 512)  # numbers of nodes that a larger cluster may have
+_NODES = (*range(1, 17), 20, 24, 28, 32, 48, 64, 96, 128, 256, 512)  # numbers of nodes to try for a larger cluster
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request for a plan; None leaves a choice open.
+    """A request for a plan. None leaves a choice open.
 
     Fields:
         config: fields of the model's ``config.json``, from :func:`planned_config`.
@@ -44,7 +44,7 @@ class Request:
         rollout_gpus: GPUs of the engines when they have their own.
         offload, async_enable: see :class:`Candidate`.
         vllm_memory: ``gpu_memory_utilization``; None for the assumed one.
-        lora_rank: of adapters that are trained in the place of the weights, in bfloat16; 0 for none.
+        lora_rank: rank of LoRA adapters, trained in bfloat16 instead of the weights; 0 for none.
     """
 
     config: SimpleNamespace
@@ -74,12 +74,12 @@ class Request:
 
 
 def planned_config(model: str) -> SimpleNamespace:
-    """The configuration of a model that the Megatron actor can train; ``model`` is as for :func:`read_config`.
+    """Read the configuration of a model that the Megatron actor can train; ``model`` is as for :func:`read_config`.
 
     Raises:
-        ValueError: there is no configuration, a size is missing, or the actor cannot train the model.
+        ValueError: the configuration or a size is missing, or the actor cannot train the model.
     """
-    # A sliding window and the length of rows are compared with the number of positions.
+    # Needed to check the sliding window and the length of rows.
     config = SimpleNamespace(**{"max_position_embeddings": math.inf} | read_config(model))
     check_architecture(config)
     ModelShape.of(config)
@@ -87,21 +87,20 @@ def planned_config(model: str) -> SimpleNamespace:
 
 
 def candidates(request: Request) -> list[Candidate]:
-    """Every legal candidate: first those that fit, fastest first, then the others, the least oversized first.
+    """List every legal candidate: the fitting ones, fastest first, then the others, least oversized first.
 
-    Each has the fastest size of engine that fits, or the largest if none does.
+    Each has the fastest engines that fit, or the largest if none does.
 
     Raises:
-        SettingError: nothing is legal; the message says which rule is broken.
+        SettingError: no candidate is legal. The message names the broken rule.
     """
     work, most = request.workload, request.config.max_position_embeddings
     if most is not None and work.row_length > most:
         raise SettingError(
             f"$prompt_length {work.prompt_length} and $response_length {work.response_length} make rows of "
-            f"{work.row_length} tokens, and this model has {most} positions "
-            "(max_position_embeddings); give shorter ones."
+            f"{work.row_length} tokens, but this model has {most} positions (max_position_embeddings); lower them."
         )
-    # Divide the GPUs, then vary layout, precision and recompute. If nothing is legal, the first refusal is raised.
+    # Divide the GPUs, then vary layout, precision and recompute. If nothing is legal, raise the first error.
     legal: list[Candidate] = []
     refusals: list[SettingError] = []
     for training_gpus, rollout_gpus in _divisions(request):
@@ -120,7 +119,7 @@ def candidates(request: Request) -> list[Candidate]:
                 continue
             for fp8, recompute in product(precisions, [request.recompute] if request.recompute else RECOMPUTE):
                 replicas, context = layout.data_parallel_size(training_gpus), layout.context_parallel_size
-                # A short rollout makes one optimizer step of up to two batches less a row (old_policy.count_steps).
+                # A short rollout makes one optimizer step of up to two batches minus one row (old_policy.count_steps).
                 rows = -(-min(work.rows, 2 * work.batch - 1) // replicas)
                 tokens = min(work.micro_batch_tokens(context), rows * work.row_length)
                 training = Training(
@@ -144,36 +143,36 @@ def candidates(request: Request) -> list[Candidate]:
 
 
 def _divisions(request: Request) -> list[tuple[int, int]]:
-    """The ways to divide the GPUs: how many train, and how many roll out."""
+    """Yield the ways to divide the GPUs: how many train, and how many roll out."""
     total, cluster = request.cluster.gpus, request.cluster
     if request.colocated:
         return [(total, total)]
     if request.rollout_gpus is not None:
         if not 1 <= request.rollout_gpus < total:
             raise SettingError(
-                f"$rollout_gpus {request.rollout_gpus} leaves none of the {total} GPUs to train on, "
-                f"or none to roll out on; give 1 to {total - 1}."
+                f"$rollout_gpus {request.rollout_gpus} leaves none of the {total} GPUs for training or none for the "
+                f"rollout; give 1 to {total - 1}."
             )
         training, node = total - request.rollout_gpus, cluster.gpus_per_node
         if training > node and training % node:
             raise SettingError(
-                f"$rollout_gpus {request.rollout_gpus} leaves {training} GPUs to train on, which is not a "
-                f"whole number of {node}-GPU nodes; give another number."
+                f"$rollout_gpus {request.rollout_gpus} leaves {training} GPUs for training, which do not fill nodes "
+                f"of {node} GPUs; give another number."
             )
         return [(training, request.rollout_gpus)]
     if total < 2:
         raise SettingError(
-            "$placement split needs at least 2 GPUs, one to train and one to roll out on; use colocated."
+            "$placement split needs at least 2 GPUs, one for training and one for the rollout; use colocated."
         )
     step = cluster.gpus_per_node if cluster.nodes > 1 else 1
     return [(total - rollout, rollout) for rollout in range(step, total, step)]
 
 
 def _engines(request: Request, gpus: int) -> Engines:
-    """The fastest engines that fit on ``gpus`` GPUs.
+    """Find the fastest engines that fit on ``gpus`` GPUs.
 
     Raises:
-        SettingError: vLLM, the GPUs or a node do not allow the tensor-parallel size that was asked for.
+        SettingError: vLLM, the GPUs or a node do not allow the requested tensor-parallel size.
     """
     assumed, shape, requested = request.assumptions, request.shape, request.vllm_tensor
     most, share = request.cluster.gpus_per_node, request.vllm_memory
@@ -187,10 +186,9 @@ def _engines(request: Request, gpus: int) -> Engines:
     legal = [size for size in shared if groups % size == 0 or size % groups == 0]
     if requested is not None and requested not in legal:
         raise SettingError(
-            f"$vllm_tensor_parallel {requested} must divide the {heads} attention heads, the {columns} columns of the "
-            f"MLP and the {vocabulary} of the vocabulary, the {gpus} GPUs of the rollout and the {most} of a node, "
-            f"and divide the {groups} key-value heads or be a multiple of them; "
-            f"it can be {', '.join(map(str, legal))}."
+            f"$vllm_tensor_parallel {requested} must divide {heads} attention heads, {columns} columns of the MLP, "
+            f"{vocabulary} of the vocabulary, {gpus} GPUs of the rollout and {most} of a node, and divide {groups} "
+            f"key-value heads or be a multiple of them; give one of {', '.join(map(str, legal))}."
         )
     cluster, sizes = request.cluster.of(gpus), legal if requested is None else [requested]
     choices = [Engines(shape, cluster, gpus, size, share, request.workload, assumed) for size in sizes]
@@ -199,12 +197,12 @@ def _engines(request: Request, gpus: int) -> Engines:
 
 
 def _layouts(request: Request, cluster: Cluster) -> list[Layout]:
-    """All layouts that the model, the GPUs and the batch allow, with sequence parallelism wherever TP is above 1.
+    """List all layouts that the model, the GPUs and the batch allow, with sequence parallelism wherever TP is above 1.
 
-    TP stays within a node: its collectives run in every layer.
+    TP stays within a node, because its collectives run in every layer.
 
     Raises:
-        SettingError: none is legal; the message says why the first is not.
+        SettingError: none is legal. The message says why the first is not.
     """
     if request.lora_rank and request.shape.num_experts:
         raise SettingError("$lora_rank: the Megatron actor has no adapters for mixtures of experts; leave it out.")
@@ -221,8 +219,8 @@ def _layouts(request: Request, cluster: Cluster) -> list[Layout]:
             check_layout(config, layout, cluster.gpus)
             if cluster.nodes > 1 and node % tensor:
                 raise SettingError(
-                    f"$tensor_model_parallel_size {tensor} does not divide the {node} GPUs of a node, and its "
-                    f"collectives run in every layer; give a divisor of {node}."
+                    f"$tensor_model_parallel_size {tensor} does not divide the {node} GPUs of a node, within which "
+                    f"it must stay; give a divisor of {node}."
                 )
             replicas = layout.data_parallel_size(cluster.gpus)
             if batch % replicas:
@@ -240,14 +238,14 @@ def _layouts(request: Request, cluster: Cluster) -> list[Layout]:
 
 
 def _precisions(request: Request, cluster: Cluster, layout: Layout) -> list[Fp8Options | None]:
-    """The precisions that the request, the GPU and the matrix widths allow: bfloat16 (None) and FP8 recipes.
+    """List the precisions that the request, the GPU and the matrix widths allow: bfloat16 (None) and FP8 recipes.
 
     Raises:
-        SettingError: the request is for FP8, and no recipe of it is legal.
+        SettingError: the request is for FP8, but no recipe is legal.
     """
     only_fp8 = request.fp8 or request.fp8_recipe or request.fp8_param
     if request.lora_rank and only_fp8 and request.fp8 != "off":
-        raise SettingError("$lora_rank trains adapters in bfloat16; leave the settings of FP8 out.")
+        raise SettingError("$lora_rank trains adapters in bfloat16; leave out the FP8 settings.")
     if request.fp8 == "off" or request.lora_rank:
         return [None]
     precisions: list[Fp8Options | None] = [] if only_fp8 else [None]
@@ -270,7 +268,7 @@ def _precisions(request: Request, cluster: Cluster, layout: Layout) -> list[Fp8O
 
 
 def smallest_cluster(request: Request) -> Candidate | None:
-    """The best candidate on the smallest larger cluster of the same GPUs on which one fits; None if none does."""
+    """Find the best candidate on the smallest larger cluster of the same GPUs that fits one; None if there is none."""
     cluster = request.cluster
     node = cluster.gpus_per_node if cluster.nodes > 1 else 8
     parts = (1, 2, 4) if cluster.nodes == 1 else ()

@@ -1,5 +1,5 @@
-"""vLLM's engines: their memory, and the time of a rollout, from the bytes that each decode step reads (a roofline), or
-from the rows that vLLM's Python handles in it, where that takes longer."""
+"""vLLM's engines: their memory, and the time of a rollout. A decode step takes as long as its reads of memory (a
+roofline) or as vLLM's Python for its rows, whichever is longer."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,8 +20,8 @@ class Engines:
 
     Fields:
         tensor: GPUs of one engine.
-        memory_share: share of each GPU's memory (``--vllm.gpu_memory_utilization``).
-        item: bytes of a weight and of a cached element: 2 for this package's engines, 1 for published rows in FP8.
+        memory_share: the engine's share of each GPU's memory (``--vllm.gpu_memory_utilization``).
+        item: bytes of a weight and of a cached element: 2 for this package's engines, 1 for published results in FP8.
     """
 
     shape: ModelShape
@@ -38,8 +38,7 @@ class Engines:
         return self.gpus // self.tensor
 
     def memory(self) -> dict[str, float]:
-        """Bytes on one GPU: ``vllm_weights``, ``vllm_working`` and ``kv_cache``, which is the rest and may be
-        negative."""
+        """Bytes on one GPU: ``vllm_weights``, ``vllm_working`` and ``kv_cache``, the rest, which may be negative."""
         weights = self.item * self.shape.parameters / self.tensor
         working = self.assumptions.engine_bytes
         cache = self.memory_share * self.cluster.gpu.memory - weights - working
@@ -47,49 +46,49 @@ class Engines:
 
     @property
     def token_bytes(self) -> float:
-        """Bytes of one token's keys and values on one GPU; where GPUs outnumber key-value heads, they hold copies."""
+        """Bytes of one token's keys and values on one GPU. GPUs beyond the number of key-value heads hold copies."""
         shares = min(self.tensor, self.shape.num_key_value_heads)
         return 2 * self.item * self.shape.num_layers * self.shape.key_value_width / shares
 
     @property
     def cache_tokens(self) -> float:
-        """Tokens that one engine has room for, over all its sequences."""
+        """Capacity of one engine in tokens, over all its sequences."""
         return max(0.0, self.memory()["kv_cache"]) / self.token_bytes
 
     @property
     def fits(self) -> bool:
-        """True if there is room for at least one row of the longest possible length."""
+        """True if there is room for at least one row of maximum length."""
         return self.cache_tokens >= self.workload.row_length
 
     @property
     def rows(self) -> int:
-        """Rows of a rollout on the engine with the most; all of a prompt's are on one engine."""
+        """Rows of a rollout on the fullest engine. All rows of a prompt are on one engine."""
         return -(-self.workload.prompts_per_step // self.count) * self.workload.samples_per_prompt
 
     @cached_property
     def stretches(self) -> tuple[Stretch, ...]:
-        """The stretches of the rollout on the engine with the most rows."""
+        """The stretches of the rollout on the fullest engine."""
         work, rows = self.workload, self.rows
         lengths = work.lengths(rows)
-        # A response's length does not depend on when it arrives: multiples of the golden ratio mix lengths evenly.
+        # A response's length does not depend on its arrival: multiples of the golden ratio mix lengths evenly.
         in_order = [ceil(lengths[i]) for i in sorted(range(rows), key=lambda i: i * _GOLDEN % 1)]
         most_rows = self.assumptions.vllm_rows
         return tuple(decode(in_order, work.prompt, work.samples_per_prompt, self.cache_tokens, most_rows))
 
     @property
     def most_rows(self) -> int:
-        """The most rows that decode at once."""
+        """Maximum rows that decode at once."""
         return max(stretch.rows for stretch in self.stretches)
 
     @property
     def recomputed(self) -> float:
-        """Tokens computed again because a full cache made their rows wait, as a fraction of all response tokens."""
+        """Tokens recomputed because a full cache preempted their rows, as a fraction of all response tokens."""
         return sum(sum(stretch.again) for stretch in self.stretches) / (self.rows * self.workload.response)
 
     @cached_property
     def seconds(self) -> float:
-        """Seconds of a rollout: prefill of each prompt once per engine (its samples share the cache), and decode steps
-        until the last row ends."""
+        """Seconds of a rollout: prefill of each prompt once per engine (its samples share the cache), then decode
+        steps until the last row ends."""
         prompts = self.rows / self.workload.samples_per_prompt
         seconds = prompts * self._prefill_seconds(self.workload.prompt)
         for stretch in self.stretches:
@@ -98,11 +97,11 @@ class Engines:
         return seconds
 
     def saturated(self) -> float:
-        """Generated tokens per second and GPU while rows wait and finish at an even rate."""
+        """Generated tokens per second and GPU under a constant load, with rows waiting."""
         work = self.workload
         context = work.prompt + work.response / 2
         rows = min(self.rows, self.assumptions.vllm_rows, self.cache_tokens / context)
-        prompts = rows / work.response / work.samples_per_prompt  # that arrive in a step
+        prompts = rows / work.response / work.samples_per_prompt  # rows that arrive in a step
         return rows / (self._step(rows, context) + prompts * self._prefill_seconds(work.prompt)) / self.tensor
 
     def _prefill_seconds(self, tokens: float) -> float:
@@ -114,9 +113,9 @@ class Engines:
         return (gpu.bf16 if self.item == 2 or gpu.fp8 is None else gpu.fp8) * self.assumptions.decode_compute
 
     def _step(self, rows: float, context: float) -> float:
-        """Seconds of a decode step, one token for each of ``rows`` sequences of ``context`` tokens. Products are
-        bound by reading weights or by multiplying; then attention reads the cache. Meanwhile vLLM's Python prepares
-        the next step (its asynchronous scheduling), so the longer of the two counts."""
+        """Seconds of a decode step, one token for each of ``rows`` sequences of ``context`` tokens. Products are bound
+        by reading weights or by compute. Then attention reads the cache. Meanwhile vLLM's Python prepares the next
+        step (asynchronous scheduling), so the longer of the two counts."""
         shape, gpu, assumed = self.shape, self.cluster.gpu, self.assumptions
         read = self._weights_read(rows) / self.tensor / (gpu.memory_bandwidth * assumed.decode_weights)
         flops = rows * forward_flops(shape, [1], 1) / self.tensor
@@ -128,9 +127,9 @@ class Engines:
         return max(on_gpu, rows * assumed.decode_row)
 
     def _weights_read(self, rows: float) -> float:
-        """Bytes of weights that a decode step reads on all GPUs; of the experts, those that some row is routed to."""
+        """Bytes of weights that a decode step reads on all GPUs. Only experts that some row is routed to count."""
         shape = self.shape
-        # The embedding is looked up, not read.
+        # The embedding is only looked up.
         weights = self.item * (shape.parameters - (0 if shape.tied else shape.vocab_size * shape.hidden_size))
         if not shape.num_experts:
             return weights

@@ -1,17 +1,17 @@
-"""Memory of one rank of the Megatron actor over a train step: what it holds throughout, and the peak on top of that.
+"""Memory of one rank of the Megatron actor over a train step: constant memory, and the peak on top of it.
 
-The peak is the largest of a few moments, each derived from the code behind it: ``megatron/model/policy.py``,
-``megatron/model/layers.py``, ``lm_head/``, Megatron's DDP and optimizer. :mod:`candidate` adds the CUDA context,
-NCCL and the allocator's fragmentation.
+The peak is the maximum over a few moments, each derived from the code: ``megatron/model/policy.py``,
+``megatron/model/layers.py``, ``lm_head/``, Megatron's DDP and optimizer. :mod:`candidate` adds the CUDA context, NCCL
+and the allocator's fragmentation.
 
-Two kinds of layers keep different things for the backward pass:
+Two kinds of layers keep different tensors for the backward pass:
 
-- ``local``: the layers of ``megatron/model/layers.py``, which run where Transformer Engine is missing. What autograd
-  keeps for them was listed operation by operation, and a test checks it against measurements.
-- ``te``: Transformer Engine's fused modules on a CUDA device. Listed from their sources (2.9 to 2.11); within 2 % of
+- ``local``: the layers of ``megatron/model/layers.py``, used where Transformer Engine is missing. What autograd keeps
+  was listed operation by operation, and a test checks it against measurements.
+- ``te``: Transformer Engine's fused modules on a CUDA device. Listed from their sources (2.9 to 2.11), within 2 % of
   the peak on an H200 (docs/results/planner.md).
 
-Activations are in bfloat16, 2 bytes, unless a line says otherwise.
+Activations are bfloat16, 2 bytes, unless a line says otherwise.
 """
 
 from dataclasses import dataclass, replace
@@ -21,26 +21,26 @@ from openrlhf_gtpo.megatron.fp8.options import Fp8Options
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.model_shape import ModelShape
 
-# On a CPU, attention over sequences shorter than this is in float32; ``megatron.model.layers`` says why.
+# On a CPU, attention over shorter sequences is in float32; ``megatron.model.layers`` explains why.
 SHORT_ROW = 384
 
 
 @dataclass(frozen=True)
 class Training:
-    """A train step as one rank sees it.
+    """The settings and sizes of a train step on one rank.
 
     Fields:
         data_parallel: replicas of the model.
-        tokens: tokens of a micro-batch of one replica.
-        response_tokens: how many of them are actions.
+        tokens: tokens of one replica's micro-batch.
+        response_tokens: how many of these tokens are actions.
         micro_batches: micro-batches of a replica in an optimizer step.
         recompute: one of ``megatron.parallel.layout.RECOMPUTE``.
-        distributed_optimizer: optimizer states are sharded over the replicas.
-        fp8: matrix products in FP8, whose inputs are then kept in one byte; None for bfloat16.
-        local: layers are ``local``, which here also means a host without CUDA; else ``te``.
-        short_rows: sequences are below :data:`SHORT_ROW` tokens; matters only for ``local`` layers.
+        distributed_optimizer: shard optimizer states over the replicas.
+        fp8: matrix products in FP8, which keep their inputs in one byte; None for bfloat16.
+        local: layers are ``local``, which here implies a host without CUDA; else ``te``.
+        short_rows: sequences have fewer than :data:`SHORT_ROW` tokens; matters only for ``local`` layers.
         lm_head_bytes: working memory of the LM head; None for its own choice.
-        lora_rank: adapters of that rank are trained in the place of the weights; 0 for none.
+        lora_rank: train adapters of this rank instead of the weights; 0 for none.
     """
 
     shape: ModelShape
@@ -71,20 +71,20 @@ class Training:
 
     @property
     def spread(self) -> float:
-        """Share that a rank holds of activations outside attention and MLP: 1/TP under sequence parallelism."""
+        """A rank's share of activations outside attention and MLP: 1/TP under sequence parallelism."""
         return 1 / self.tensor if self.sequence_parallel else 1.0
 
     @property
     def input_bytes(self) -> float:
-        """Bytes per kept element of a matrix product's input, including a float32 scale for every 128 elements where
-        scales are blockwise."""
+        """Bytes per kept element of a matrix product's input, including a float32 scale per 128 elements if scales are
+        blockwise."""
         if self.fp8 is None or self.fp8.emulated:
             return 2.0
         return 1 + 4 / 128 if self.fp8.recipe == "blockwise" else 1.0
 
     @property
     def rank_tokens(self) -> float:
-        """Tokens of a micro-batch on one rank; tensor-parallel ranks split them only under sequence parallelism."""
+        """Tokens of a micro-batch on one rank. Tensor-parallel ranks split them only under sequence parallelism."""
         return self.tokens / self.layout.context_parallel_size
 
     @property
@@ -94,7 +94,7 @@ class Training:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The first and last stage, one of which needs the most of anything."""
+        """The first and last stage: one of them has the maximum of any part."""
         return (0, self.pipeline - 1) if self.pipeline > 1 else (0,)
 
     def stage_parameters(self, stage: int) -> dict[str, int]:
@@ -116,8 +116,8 @@ class Training:
 
 
 def layer_bytes(training: Training) -> float:
-    """Bytes that a decoder layer keeps for the backward pass, per token of a micro-batch on one rank: with recompute
-    ``full`` only the layer's input; with ``selective`` the MLP's input, for a dense MLP from before its norm."""
+    """Bytes that a decoder layer keeps for the backward pass, per token of a micro-batch on one rank. Recompute
+    ``full`` keeps only the layer's input, ``selective`` the MLP's input, before the norm if it is dense."""
     hidden = 2 * training.shape.hidden_size * training.spread
     if training.recompute == "full":
         return hidden
@@ -128,8 +128,8 @@ def layer_bytes(training: Training) -> float:
 
 
 def _adapters(training: Training, products: int) -> float:
-    """Bytes per token that the adapters of attention or a dense MLP keep, of so many Hugging Face ``products``: what
-    comes from A, and the input, which is normalized once more for them."""
+    """Bytes per token that the adapters of attention or a dense MLP keep, for a number of Hugging Face ``products``:
+    A's output, and the input, which is normalized again for them."""
     if not training.lora_rank or not products:
         return 0.0
     return 2 * training.lora_rank * products + (2 * training.shape.hidden_size + 4) * training.spread
@@ -150,17 +150,17 @@ def _attention(training: Training) -> float:
     shape = training.shape
     query, key = shape.query_width, shape.key_value_width
     heads, groups = shape.num_attention_heads, shape.num_key_value_heads
-    # Rotated query and key, and the first projection's result, which includes value.
+    # Rotated query and key, and the first projection's result with the value.
     inputs = 2 * (query + 2 * key) + 2 * query + 2 * key
     logsumexp = 4 * heads
-    result = 2 * query  # also the second projection's input, except in FP8
+    result = 2 * query  # also serves as the second projection's input, except in FP8
     if training.local:
         if training.short_rows:  # copies in float32 replace the inputs
             kept: float = 4 * (query + 2 * key) + 4 * query + logsumexp + result
         else:
             kept = inputs + 2 * query + logsumexp + result
         normed = 6 * (query + key) + 4 * (heads + groups)
-        angles = 8.0 * shape.head_dim  # cosines and sines, for query and for key, on every rank
+        angles = 8.0 * shape.head_dim  # cosines and sines for query and key, on every rank
     else:
         quantized = 0.0 if training.fp8 is None or training.fp8.emulated else training.input_bytes * query
         kept = inputs + result + quantized + logsumexp
@@ -170,18 +170,18 @@ def _attention(training: Training) -> float:
 
 
 def _mlp(training: Training) -> float:
-    """Bytes per token between the MLP's two matrix products, including the input of the second: 4I and 2I, and the
-    local layers' two factors."""
+    """Bytes per token between the MLP's two matrix products, including the second's input: 4I and 2I, and the local
+    layers' two factors."""
     shape = training.shape
     kept = (10 if training.local else 4 + training.input_bytes) * (shape.intermediate_size / training.tensor)
     if not shape.num_experts:
         return kept
-    # A token's copies, as they arrive at the experts and as they come back, and the router's scores in float32.
+    # A token's copies on the way to the experts and back, and the router's scores in float32.
     return shape.experts_per_token * (kept + 4 * shape.hidden_size) + 8 * shape.num_experts
 
 
 def fp8_parameters(training: Training, stage: int) -> float:
-    """How many of a rank's parameters on ``stage`` are in matrix products in FP8."""
+    """A rank's parameters on ``stage`` that are in FP8 matrix products."""
     parts, fp8 = training.stage_parameters(stage), training.fp8
     if fp8 is None:
         return 0.0
@@ -202,7 +202,8 @@ def held_bytes(training: Training, stage: int) -> dict[str, float]:
         replicas = training.replicas
         shard = dense / replicas + experts * training.layout.expert_model_parallel_size / replicas
     in_fp8 = fp8_parameters(training, stage)
-    # Transformer Engine keeps a weight's rows and columns, a byte each: Hopper multiplies in only one orientation.
+    # Transformer Engine keeps a weight row-wise and column-wise, a byte each: Hopper multiplies in only one
+    # orientation.
     fp8_bytes = in_fp8 * (1 if fp8 is None or fp8.emulated else 2 * training.input_bytes)
     primary = fp8 is not None and fp8.primary_weights
     return {
@@ -214,38 +215,38 @@ def held_bytes(training: Training, stage: int) -> dict[str, float]:
 
 
 def activation_bytes(training: Training, stage: int) -> float:
-    """Peak bytes that all micro-batches in flight keep for the backward pass."""
+    """Peak bytes kept for the backward pass by all micro-batches in flight."""
     hidden, tokens = training.shape.hidden_size, training.rank_tokens
     stage_layers = training.shape.num_layers // training.pipeline * layer_bytes(training)
-    # A stage's input and the output that it has sent stay until their backward pass.
+    # A stage's input and its sent output stay until their backward pass.
     ends = (stage > 0) + (stage < training.pipeline - 1)
     kept = training.in_flight(stage) * (stage_layers + ends * 2 * hidden * training.spread) * tokens
     if training.sequence_parallel and not training.lora_rank:
-        # Megatron's buffer of gathered inputs, which is never freed. Frozen products do not use it.
+        # Megatron's buffer of gathered inputs is never freed. Frozen products do not use it.
         kept += 2 * hidden * tokens
     return kept
 
 
 def temporary_bytes(training: Training, stage: int) -> dict[str, float]:
-    """Peak bytes on top of :func:`held_bytes` and :func:`activation_bytes`, by moment of the step.
+    """Peak bytes on top of :func:`held_bytes` and :func:`activation_bytes`, by moment in the step.
 
-    A moment may be negative where part of the activations is already freed.
+    A moment is negative if some activations are already freed.
     """
     shape, tokens, share, local = training.shape, training.rank_tokens, training.spread, training.local
     hidden = shape.hidden_size
     inside = shape.intermediate_size / training.tensor * max(1, shape.experts_per_token)
     last = stage == training.pipeline - 1
-    # A matrix's gradient in bfloat16, on a CPU also its widened copy while it is added to the float32 buffer. A matrix
-    # with an adapter has none.
+    # A matrix's gradient in bfloat16, and on a CPU its widened copy during the addition to the float32 buffer. A
+    # matrix with an adapter has none.
     gradient = 0 if training.lora_rank else 6 if local else 2
     matrix = hidden * shape.intermediate_size / training.tensor
-    again = 0.0  # what recompute brings back of one layer, besides its input
+    again = 0.0  # one layer's recomputed activations, besides its input
     if training.recompute != "none":
         kept_anyway = layer_bytes(training) if training.recompute == "selective" else 0
         again = (layer_bytes(replace(training, recompute="none")) - kept_anyway + 2 * hidden * share) * tokens
     gathered = 2 * hidden * tokens if training.sequence_parallel else 0.0
     embedding = 2 * shape.embedding_parameters(training.tensor)
-    # The gradient of a head tied to the embedding waits for the embedding's.
+    # A tied head's gradient waits for the embedding's.
     waiting = embedding if shape.tied and stage == 0 and last and not training.lora_rank else 0
     again += waiting
     moments = {
@@ -254,7 +255,7 @@ def temporary_bytes(training: Training, stage: int) -> dict[str, float]:
         "mlp_weight": again + 2 * inside * tokens + 2 * hidden * share * tokens + gathered + gradient * matrix,
     }
     if last:
-        norm = (24 if local else 6) * hidden * share * tokens  # the norm's input, and its gradient being computed
+        norm = (24 if local else 6) * hidden * share * tokens  # the norm's input and its gradient
         kept = (6 if local else 4) * hidden * share * tokens
         moments |= {"final_norm": norm + waiting, "head": kept + head_bytes(training)}
     if stage == 0:
@@ -264,8 +265,8 @@ def temporary_bytes(training: Training, stage: int) -> dict[str, float]:
 
 
 def _host_moments(training: Training, stage: int) -> dict[str, float]:
-    """Memory at the moments after the backward pass on a host without CUDA; elsewhere NCCL and fused kernels need next
-    to nothing."""
+    """Memory at the moments after the backward pass on a host without CUDA. On GPUs, NCCL and fused kernels need
+    almost none."""
     shape, freed = training.shape, activation_bytes(training, stage)
     largest: float = 2 * shape.hidden_size * shape.intermediate_size / training.tensor
     if stage in training.ends:
@@ -289,17 +290,17 @@ def head_bytes(training: Training) -> float:
     working = tiles.backward_peak(
         tokens, columns, shape.hidden_size, budget=budget, on_cpu=training.local, is_frozen=training.lora_rank > 0
     )
-    weight = 0 if training.lora_rank else 2 * columns * shape.hidden_size  # of its gradient
+    weight = 0 if training.lora_rank else 2 * columns * shape.hidden_size  # the gradient's copies
     hidden = 2 * shape.hidden_size * tokens
     if not shape.tied:
-        # The weight's gradient goes straight to the float32 buffer, and a dummy in its place comes after the tiles.
+        # The weight's gradient is added straight to the float32 buffer, and a dummy replaces it after the tiles.
         return 2 * hidden + max(weight, working)
     widened = 2 * weight if training.local and training.pipeline > 1 else 0
     return 2 * hidden + weight + max(working, widened)
 
 
 def step_bytes(training: Training, stage: int) -> dict[str, float]:
-    """Bytes by part, whose sum is the peak of a train step on a rank of ``stage``."""
+    """Bytes by part. Their sum is the peak of a train step on a rank of ``stage``."""
     moments = temporary_bytes(training, stage)
     most = max(0.0, *moments.values())
     head = min(moments.get("head", 0.0), most)
@@ -308,7 +309,7 @@ def step_bytes(training: Training, stage: int) -> dict[str, float]:
 
 
 def forward_bytes(training: Training, stage: int) -> float:
-    """Bytes of a forward pass without gradients, beside the weights: one layer's intermediates, the head's tiles."""
+    """Bytes of a forward pass without gradients, besides the weights: one layer's intermediates, the head's tiles."""
     layer = layer_bytes(replace(training, fp8=None, recompute="none")) * training.rank_tokens
     head = training.lm_head_bytes or tiles.default_budget(training.local)
     return layer + (head if stage == training.pipeline - 1 else 0)

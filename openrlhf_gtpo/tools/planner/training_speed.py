@@ -1,7 +1,7 @@
 """Seconds of an optimizer step and of forward passes on Megatron: products, collectives, pipeline bubble, optimizer.
 
-Only what the code overlaps is overlapped: gradients are reduced during the last micro-batch's backward pass, and
-weights are gathered during the next optimizer step's first forward pass.
+Overlaps are modeled as in the code: gradients are reduced during the last micro-batch's backward pass, and weights are
+gathered during the next optimizer step's first forward pass.
 """
 
 import math
@@ -18,10 +18,10 @@ from openrlhf_gtpo.tools.planner.workload import Workload
 
 @dataclass(frozen=True)
 class TrainingSpeed:
-    """The speed of ``training``'s layout on ``cluster`` for a workload; micro-batches have the mean number of tokens.
+    """The speed of a layout on a cluster for a workload, with micro-batches of the mean number of tokens.
 
     Fields:
-        interleaved: chunks of each pipeline stage that take turns. The actor has one; published rows have more.
+        interleaved: interleaved chunks per pipeline stage. The actor has one; published results have more.
     """
 
     training: Training
@@ -50,36 +50,36 @@ class TrainingSpeed:
 
     @property
     def stragglers(self) -> float:
-        """Time of the replica with the most tokens, as a multiple of the mean, when rows are dealt by count."""
+        """Time of the slowest replica over the mean, if rows are dealt by count."""
         replicas, rows = self.training.data_parallel, self.workload.batch / self.training.data_parallel
         variation = pstdev(self._lengths) / fmean(self._lengths)
         return 1 + variation * math.sqrt(2 * math.log(replicas) / rows)
 
     def optimizer_step(self) -> dict[str, float]:
-        """Seconds of ``passes`` (forward and backward through the pipeline), of the parts of ``reduction`` and
-        ``gather`` that these do not hide, and of ``update``."""
+        """Seconds of ``passes`` (forward and backward through the pipeline), of the exposed parts of ``reduction`` and
+        ``gather``, and of ``update``."""
         training, gpu = self.training, self.cluster.gpu
         sharded, owner = training.distributed_optimizer, replace(training, distributed_optimizer=True)
-        # Of its parameters a rank owns a shard, of experts a larger one, as they have fewer replicas than the rest.
+        # A rank owns a shard of its parameters: a larger one of experts, because they have fewer replicas.
         parameters, owned = max(
             (training.trained_parameters(stage), held_bytes(owner, stage)["optimizer"] / 12) for stage in training.ends
         )
-        # Gradients in float32 to their owners, and weights back in bfloat16 (or gradients in one all-reduce).
+        # Gradients go to their owners in float32, and weights come back in bfloat16 (or gradients in one all-reduce).
         moved = parameters - owned
         bandwidth = self._bandwidth(training.layout.model_parallel_size * training.data_parallel)
         reduction, gather = (4 if sharded else 8) * moved / bandwidth, (2 if sharded else 0) * moved / bandwidth
         forward, backward = self._micro_batch()
         if self.assumptions.overlap:
-            # What is ready last cannot hide: the first bucket of 40 M parameters (Megatron's bucket_size). Nothing
-            # hides the gather after a rollout's last optimizer step.
+            # The last gradients to be ready cannot overlap: the first bucket of 40 M parameters (Megatron's
+            # bucket_size). The gather after a rollout's last optimizer step cannot overlap either.
             first, steps = min(1, 40e6 / parameters), self.workload.optimizer_steps
             gather = (gather + (steps - 1) * max(first * gather, gather - forward)) / steps
             reduction = max(first * reduction, reduction - backward)
-        # AdamW reads gradient, weight and two moments in float32, writes three of them and the bfloat16 weight.
+        # AdamW reads gradient, weight and two moments in float32; writes the last three, and the bfloat16 weight.
         updated = 30 * (owned if sharded else parameters)
         slots = self.micro_batches + (training.pipeline - 1) / self.interleaved
         return {
-            "passes": slots * (forward + backward),  # rows are dealt to replicas by their tokens
+            "passes": slots * (forward + backward),  # rows are dealt by tokens
             "reduction": reduction,
             "gather": gather,
             "update": updated / (gpu.memory_bandwidth * self.assumptions.memory_bandwidth),
@@ -91,8 +91,8 @@ class TrainingSpeed:
         return slots * self._micro_batch()[0] * self.stragglers
 
     def flops(self) -> float:
-        """FLOPs of the model in one optimizer step's forward and backward passes over all replicas; recompute adds
-        none, and weights with adapters have no gradients."""
+        """FLOPs of the model in one optimizer step's forward and backward passes over all replicas. Recompute does not
+        count, and weights with adapters have no gradients."""
         return (2 if self.training.lora_rank else 3) * self.workload.batch * sum(self._row_flops())
 
     def _row_flops(self) -> tuple[float, float]:
@@ -102,8 +102,8 @@ class TrainingSpeed:
         return decoder, head_flops(shape, 1) * self.workload.response
 
     def _micro_batch(self) -> tuple[float, float]:
-        """Seconds of a forward and of a backward pass on the last stage, which also has the head: matrix products, the
-        memory-bound work between them, and collectives."""
+        """Seconds of a forward and of a backward pass on the last stage, with the head: matrix products, the
+        memory-bound operations between them, and collectives."""
         training, shape = self.training, self.training.shape
         rows = self._tokens / (self.workload.prompt + self.workload.response)
         shares = training.tensor * training.layout.context_parallel_size
@@ -118,8 +118,8 @@ class TrainingSpeed:
         between = 2 * kept / (self.cluster.gpu.memory_bandwidth * self.assumptions.memory_bandwidth)
         collectives = self._collectives()
         # The backward pass has twice the products (once where weights have no gradients) and twice the memory traffic
-        # of the forward pass. Then comes what is computed again: a layer, or its MLP with one of the two collectives
-        # (for experts also their exchange).
+        # of the forward pass. Recompute adds a layer, or its MLP with one of the two collectives (for experts also
+        # their exchange).
         again = products, between, collectives
         if training.recompute == "none":
             again = 0.0, 0.0, 0.0
@@ -162,7 +162,7 @@ class TrainingSpeed:
         return seconds
 
     def _bandwidth(self, consecutive: int) -> float:
-        """Bytes/s between the ranks of groups that span ``consecutive`` adjacent GPUs each."""
+        """Bytes/s between the ranks of groups that each span ``consecutive`` adjacent GPUs."""
         cluster, assumed = self.cluster, self.assumptions
         if cluster.gpus_per_node % consecutive == 0:
             return cluster.gpu.link * assumed.link

@@ -1,4 +1,4 @@
-"""The work of one training step: how many responses, how long, in how many optimizer steps."""
+"""The workload of one training step: the number of responses, their lengths, and the optimizer steps."""
 
 import math
 from dataclasses import dataclass
@@ -7,25 +7,25 @@ from statistics import NormalDist
 
 from openrlhf_gtpo.errors import SettingError
 
-# Sigma of log-lengths; the longest of a few hundred responses is about ten times the median, as in reasoning models.
+# Sigma of log-lengths. The longest of a few hundred responses is about ten times the median, as in reasoning models.
 _TAIL = 0.9
 _POINTS = 200
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of a step. Defaults are the launch scripts', except the batch (16 responses to each of 128 prompts) and
-    the size of a micro-batch, which is OpenRLHF's.
+    """The workload of a step. Defaults are the launch scripts', except the batch (16 responses to each of 128 prompts)
+    and the micro-batch size, which is OpenRLHF's.
 
     Fields:
-        prompt_length, response_length: the most tokens of a prompt, and of a response.
-        mean_prompt: mean tokens of a prompt; None for half of the most.
-        mean_response: mean tokens of a response; None for the mean that a median of a sixth of the most gives.
+        prompt_length, response_length: maximum tokens of a prompt, and of a response.
+        mean_prompt: mean tokens of a prompt; None for half of the maximum.
+        mean_response: mean tokens of a response; None for the mean if the median is a sixth of the maximum.
         samples_per_prompt, prompts_per_step: responses to a prompt, and prompts of a rollout.
         train_batch: responses in an optimizer step; None for all.
-        max_tokens_per_gpu: the most tokens of a micro-batch on a GPU, or of its part of the longest row where that is
+        max_tokens_per_gpu: maximum tokens of a micro-batch on a GPU, or of its part of the longest row if that is
             longer.
-        kl: a reference model scores the responses too; with ``entropy`` sampler, KL is a loss.
+        kl: a reference model also scores the responses; with ``entropy`` sampler, KL is a loss.
         entropy, log_probs: "actor" or "sampler", as in the trainer's flags.
     """
 
@@ -48,7 +48,7 @@ class Workload:
                 raise SettingError(f"$mean_{part} {mean:g} must be between 1 and ${part}_length {most}.")
         if self.log_probs == "sampler" != self.entropy:
             raise SettingError(
-                "$log_probs sampler leaves out the forward that entropies come from; give $entropy sampler."
+                "$log_probs sampler skips the forward pass that computes entropies; give $entropy sampler too."
             )
         if self.rows % self.batch:
             raise SettingError(
@@ -72,7 +72,7 @@ class Workload:
 
     @property
     def scorings(self) -> int:
-        """Forward passes over all rows before training, by the policy and the reference model; audits not counted."""
+        """Forward passes over all rows before training, by the policy and the reference model, without audits."""
         policy = self.entropy == "actor" or (self.optimizer_steps > 1 and self.log_probs == "actor")
         return policy + self.kl
 
@@ -82,7 +82,7 @@ class Workload:
         return self.prompt_length + self.response_length
 
     def micro_batch_tokens(self, context: int) -> int:
-        """The most tokens in a micro-batch whose sequences ``context`` GPUs share."""
+        """Maximum tokens in a micro-batch whose sequences ``context`` GPUs share."""
         return max(self.max_tokens_per_gpu * context, self.row_length)
 
     @property
@@ -92,7 +92,7 @@ class Workload:
 
     @cached_property
     def responses(self) -> tuple[float, ...]:
-        """Lengths of responses at evenly spaced ranks, ascending: log-normal, cut off at the limit."""
+        """Lengths of responses at evenly spaced ranks, ascending: log-normal, truncated at the limit."""
         if self.mean_response is None:
             return self._cut(self.response_length / 6)
         low, high = self.mean_response / 50, self.response_length * 1e6
@@ -109,7 +109,7 @@ class Workload:
 
     @property
     def tokens(self) -> float:
-        """Real tokens of a step, prompts counted with every response, as training computes them."""
+        """Tokens of a step without padding. A prompt counts with every response, as training computes it."""
         return self.rows * (self.prompt + self.response)
 
     def lengths(self, rows: int) -> list[float]:
@@ -128,7 +128,7 @@ class Workload:
 
 @cache
 def _first_fit(work: Workload, rows: int, most: int) -> tuple[int, float]:
-    """Number of micro-batches that ``rows`` responses make, packed longest first, and the mean tokens in each."""
+    """Number of micro-batches from ``rows`` responses, packed longest first, and the mean tokens in each."""
     sums: list[float] = []
     for length in reversed(work.lengths(rows)):
         tokens = work.prompt + length

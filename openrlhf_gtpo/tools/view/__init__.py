@@ -1,1 +1,1 @@
-"""The token viewer: rollout dumps in, one HTML file out, which shows the path from entropy to share to advantage."""
+"""The token viewer: turns rollout dumps into one HTML file that shows the path from entropy to share to advantage."""

@@ -1,4 +1,4 @@
-"""Computes the credit of dumped rollouts by any estimator, with the parts that the page shows, in ``algorithms``."""
+"""Computes the advantages of dumped rollouts with any estimator, with the parts that the page shows."""
 
 import typing
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from openrlhf_gtpo.report.rollouts import RolloutDump, Tokens
 
 @dataclass(frozen=True)
 class Method:
-    """An estimator with its settings, and its name on the page."""
+    """An estimator with its settings and its name on the page."""
 
     label: str
     name: str
@@ -23,20 +23,20 @@ class Method:
 
 
 class Credit(NamedTuple):
-    """The credit of a dump's B rows with up to T tokens."""
+    """The advantages of a dump's B rows with up to T tokens, and their parts."""
 
     success: Tensor  # (B,) bool
-    parts: CreditParts | None  # None for an estimator that has none
-    advantages: Tensor  # (B, T), before a KL reward and --reward.clip_range, which the dump's own may include
+    parts: CreditParts | None  # None if the estimator has none
+    advantages: Tensor  # (B, T), before a KL reward and --reward.clip_range, which the dump may include
 
 
 def read_methods(texts: Sequence[str], dump: RolloutDump) -> list[Method]:
-    """Parse methods as a user writes them, NAME or NAME:FIELD=VALUE:...; a run that used NAME gives the other fields.
+    """Parse methods, NAME or NAME:FIELD=VALUE:...; a run that used NAME provides the other fields.
 
-    Without ``texts``, the run's own estimator comes first, then those whose ``parts`` the page can show.
+    Without ``texts``, the run's own estimator comes first, then those with ``parts``, which the page can show.
 
     Raises:
-        ValueError: a name, field or value does not exist.
+        ValueError: a name, field or value is unknown.
     """
     run_estimator = dump.settings["estimator"]
     methods = []
@@ -61,16 +61,15 @@ def read_methods(texts: Sequence[str], dump: RolloutDump) -> list[Method]:
 
 
 def _run_settings(kind: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a run, without what is its variant's default: another variant may refuse that."""
+    """A run's settings without its variant's defaults, which another variant may reject."""
     variant = {"variant": config["variant"]} if "variant" in config else {}
-    config = {name.replace("normalise_", "normalize_"): value for name, value in config.items()}  # 0.1's spelling
-    former = {("peers", "all")}  # a setting of earlier versions, with its default
+    former = {("peers", "all")}  # an earlier version's setting, with its default
     return variant | dict(config.items() - vars(kind(**variant)).items() - former)
 
 
 def _value(text: str, kind: Any, value: str) -> Any:
     if typing.get_origin(kind) is typing.Literal:
-        return value  # the settings check it
+        return value  # the settings check the value
     kinds: dict[Any, Any] = {bool: {"true": True, "false": False}.__getitem__, float: float}
     try:
         return kinds[kind](value)
@@ -80,15 +79,15 @@ def _value(text: str, kind: Any, value: str) -> Any:
 
 
 def credit(dump: RolloutDump, method: Method) -> Credit:
-    """Credit a dump by ``method``.
+    """Compute a dump's advantages with ``method``.
 
     Raises:
-        ValueError: the dump has no entropies, or the estimator refuses it, such as for a group of one row.
+        ValueError: the dump has no entropies, or the estimator rejects it, for example because of a group of one row.
     """
     columns = dump.columns
     if columns["entropy"] is None:
         raise ValueError(
-            "the dump has no entropies (--logger.entropy_enable gives them to OpenRLHF's estimators too)."
+            "the dump has no entropies (train with --logger.entropy_enable to record them for every estimator)."
         )
     entropy, mask = padded(columns["entropy"]), padded(columns["mask"])
     outcome = torch.from_numpy(columns["outcome"].copy()).to(getattr(torch, dump.settings["outcome_dtype"]))
@@ -101,7 +100,7 @@ def credit(dump: RolloutDump, method: Method) -> Credit:
 
 
 def padded(column: Tokens) -> Tensor:
-    """A list column as (B, T), 0 past a row's end."""
+    """Pad a list column to (B, T), 0 past a row's end."""
     lengths = np.diff(column.offsets)
     rows = np.zeros((len(lengths), max(1, lengths.max(initial=0))), column.values.dtype)
     rows[np.arange(rows.shape[1]) < lengths[:, None]] = column.values

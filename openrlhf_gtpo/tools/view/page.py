@@ -1,4 +1,4 @@
-"""One HTML file of dumps: Python computes and packs the numbers, and ``page.js`` is what the browser does with them.
+"""Makes one HTML file from dumps: Python computes and packs the numbers, ``page.js`` displays them in the browser.
 
 A token's number takes 16 bits: three significant digits and a power of ten, which is what the page prints.
 """
@@ -20,18 +20,18 @@ from openrlhf_gtpo.algorithms import ESTIMATORS, CreditParts
 from openrlhf_gtpo.report.rollouts import RolloutDump
 from openrlhf_gtpo.tools.view.credit import Method, credit
 
-_LOWEST = -20  # power of ten of code 0 << 11; there are 32
-_SAME = 1e-5  # difference, over the largest value, up to which recomputed advantages count as the run's
+_LOWEST = -20  # power of ten of code 0 << 11; codes cover 32
+_SAME = 1e-5  # relative difference up to which recomputed advantages count as the run's
 _MISSING = {
-    "entropy": "entropies, without which there is no share, reward or re-credit",
+    "entropy": "entropies, which shares, rewards and recomputed advantages need",
     "log_probs": "log-probs of the policy",
     "rollout_log_probs": "the sampler's log-probs",
-    "ratio": "the ratio of the trained to the old policy, and what was clipped",
+    "ratio": "the ratio of the trained to the old policy, and the clipped tokens",
 }
 
 
 class Packed:
-    """What the page holds only once: arrays as compressed text, and the texts of tokens and prompts."""
+    """Collects what the page stores once: arrays as compressed text, and the texts of tokens and prompts."""
 
     def __init__(self) -> None:
         self.arrays: list[str] = []
@@ -60,12 +60,12 @@ def decimal_codes(values: np.ndarray) -> np.ndarray:
 
 
 def make_page(dumps: Sequence[RolloutDump], methods: Sequence[Method], max_tokens: int) -> tuple[str, list[str]]:
-    """The page, and what it does not show, in sentences.
+    """Make the page; also return sentences about what it does not show.
 
     Args:
         dumps: one per step.
-        methods: how their rollouts are credited; the first is shown first.
-        max_tokens: tokens of all steps; beyond that, each step shows a sample of its groups.
+        methods: how to compute advantages; the first is shown first.
+        max_tokens: tokens of all steps together; beyond this, each step shows a sample of its groups.
     """
     packed = Packed()
     everything = sum(len(dump.columns["tokens"].values) for dump in dumps)
@@ -99,12 +99,12 @@ def _step(dump: RolloutDump, methods: Sequence[Method], part: float, packed: Pac
     columns, settings = dump.columns, dump.settings
     notes = [f"Not in the dump: {missing}." for name, missing in _MISSING.items() if columns[name] is None]
     if len(columns["row"]) < settings["batch_rows"]:
-        notes.append("A dump holds a sample of a step's groups; statistics over a batch are of that sample.")
+        notes.append("The dump has a sample of a step's groups, and statistics over a batch cover only that sample.")
     rows = _sampled_rows(dump, part)
     if len(rows) < len(columns["row"]):
-        notes.append("More tokens than --max-tokens: the page shows a sample of the groups, credited among all.")
+        notes.append("More tokens than --max-tokens: the page shows a sample of the groups, computed over all.")
 
-    # Of each token its row; of the rows that are shown, the tokens, their mask and the rows' lengths.
+    # For each token its row. For the shown rows the tokens, their mask and the rows' lengths.
     token_rows: np.ndarray = np.repeat(np.arange(len(columns["row"])), np.diff(columns["mask"].offsets))
     shown = np.isin(token_rows, rows)
     mask = columns["mask"].values[shown]
@@ -120,7 +120,7 @@ def _step(dump: RolloutDump, methods: Sequence[Method], part: float, packed: Pac
         return None if columns[name] is None else pack_tokens(columns[name].values)
 
     def flatten(values: Tensor) -> np.ndarray:
-        """(B, T) to the tokens of all rows, one row after another."""
+        """Select from (B, T) the tokens of all rows, one row after another."""
         width = np.diff(columns["mask"].offsets)[:, None]
         array: np.ndarray = values.numpy()
         return array[np.arange(array.shape[1]) < width]
@@ -128,15 +128,15 @@ def _step(dump: RolloutDump, methods: Sequence[Method], part: float, packed: Pac
     def pack_part(values: Tensor | None) -> Any:
         return None if values is None else pack_tokens(flatten(values)) if values.dim() == 2 else printed_rows(values)
 
-    # Credit by each method.
+    # Compute the advantages with each method.
     credits: list[Any] = []
-    own_is_shown = False  # whether a method has the run's own advantages
+    own_is_shown = False  # True once a method reproduces the run's advantages
     for method in methods:
         try:
             credited = credit(dump, method)
         except ValueError as error:
             credits.append(None)
-            notes.append(f"Not credited by {method.label}: {error}")
+            notes.append(f"No advantages of {method.label}: {error}")
             continue
         advantages = flatten(credited.advantages)
         own_is_shown |= method.name == settings["estimator"] and _equal(advantages, columns["advantages"].values)
@@ -180,7 +180,7 @@ def _step(dump: RolloutDump, methods: Sequence[Method], part: float, packed: Pac
 
 
 def _sampled_rows(dump: RolloutDump, part: float) -> np.ndarray:
-    """Rows of random groups with at most ``part`` of all tokens, but at least one group, in the dump's order."""
+    """Rows of random groups with at most a ``part`` of all tokens, but at least one group, in the dump's order."""
     group = dump.columns["group"]
     if part == 1:
         return np.arange(len(group))
@@ -214,7 +214,7 @@ def _html(data: dict[str, Any], arrays: Sequence[str]) -> str:
 
     policy = f"default-src 'none'; style-src {allowed(style)}; script-src {allowed(script)}"
     blocks = "\n".join(f'<script type="text/plain" id="array{i}">{text}</script>' for i, text in enumerate(arrays))
-    # JSON in a script block ends at "<": the text of a response must not end it.
+    # A "<" in a response's text must not end the script block.
     numbers = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     for mark, text in (
         ("POLICY", policy),

@@ -182,7 +182,7 @@ def test_a_run_that_fails_is_named_and_the_others_are_made(file: Path, capsys: A
     assert "mean of 2" in (file.parent / "runs" / "table.md").read_text()
     (file.parent / "way").write_text("kill")  # which says nothing itself
     assert experiment.main([str(file)]) == 1
-    assert "/gtpo/seed-1/log): it said nothing\n" in capsys.readouterr().err
+    assert "/gtpo/seed-1/log): no output\n" in capsys.readouterr().err
 
 
 def test_an_error_of_the_folder_does_not_make_a_finished_run_an_unfinished_one(
