@@ -1,7 +1,7 @@
-"""Measurements, beside the package and not installed with it. Run what is here from the repository's root.
+"""Measurements. They are not installed with the package; run them from the repository's root.
 
-``suite``: what ``python3 -m openrlhf_gtpo.cli.benchmark`` runs: one harness, and one file per question.
-``studies``: one script for each page of docs/results, whose numbers it measures again.
-``reliability``: runs that are killed and stopped; docs/reliability.md.
-``gpu``: the suite on one GPU, in ten minutes. ``results``: what it and the planner's study measured.
+``suite``: the benchmarks of ``python3 -m openrlhf_gtpo.cli.benchmark``: one harness, and one file per question.
+``studies``: one script per page of docs/results, which measures its numbers again. ``reliability``: runs with killed
+and stopped processes (docs/reliability.md). ``gpu``: the suite on one GPU, in ten minutes. ``results``: raw results of
+the suite and of the planner's study.
 """

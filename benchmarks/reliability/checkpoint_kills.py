@@ -1,12 +1,12 @@
-"""Real processes that load, train a little and save in a loop, killed at random instants: is a checkpoint ever lost?
+"""Kills real processes that load, train a little and save in a loop, at random times: is a checkpoint ever lost?
 
     python3 -m benchmarks.reliability.checkpoint_kills --kills 200 --output checkpoint_kills.json
 
-Two gloo ranks on this host, forked from a process that has imported everything. Each kill ends both with SIGKILL; then
-the newest checkpoint must be at least the last that a rank was told is saved, every byte of it must be what was
-written, and the next two ranks must load it, with the weights that belong to its step. All kills of a kind share one
-folder, with --ckpt.max_num 2, so rotation and what earlier kills left behind are part of it. A kill leaves the page
-cache: it stands for a dead process, not for a power cut.
+Two gloo ranks on this host, forked from a process that has imported everything. Each kill ends both with SIGKILL.
+Afterwards the newest checkpoint must be at least the last one that a rank reported as saved, every byte must be as
+written, and the next two ranks must load it, with its step's weights. All kills of a kind share one folder, with
+--ckpt.max_num 2, so rotation and leftovers of earlier kills are covered. A kill keeps the page cache, so it tests a
+dead process, not a power cut.
 """
 
 import os
@@ -62,7 +62,7 @@ def main() -> None:
     args = parser.parse_args()
     by_kind = {}
     with tempfile.TemporaryDirectory() as name:
-        tempfile.tempdir = name  # the killed ranks clean up nothing
+        tempfile.tempdir = name  # killed ranks do not clean up
         source = str(make_checkpoint(Path(name) / "model", "llama", 2048, **SHAPE))
         for kind in args.kinds:
             folder = Path(name) / kind / "_actor"
@@ -77,10 +77,10 @@ def main() -> None:
 def kill_repeatedly(
     work: Callable, source: str, folder: Path, kills: int, seconds: float, seed: int
 ) -> dict[str, float]:
-    """Counts of one kind; see the first lines of this file."""
+    """Kill one kind of ranks repeatedly, and return the counts; see the top of this file."""
     instants, began = random.Random(seed), time.monotonic()
     counts = {"kills": 0, "lost": 0, "damaged": 0, "not_loaded": 0, "saves": 0, "left_unfinished": 0}
-    saved = 0  # the last step that is known to be saved
+    saved = 0  # the last step reported as saved
     while counts["kills"] < kills and time.monotonic() - began < seconds:
         pids, pipe = start_ranks(partial(work, source, folder))
         loaded = next_step(pipe)  # None where the ranks ended
@@ -111,7 +111,7 @@ def kill_repeatedly(
 
 
 def start_ranks(work: Callable[[Say], None]) -> tuple[list[int], int]:
-    """Fork the ranks; their process ids, and a pipe from which :func:`next_step` reads what the first one says."""
+    """Fork the ranks; return their process ids, and a pipe from the first one for :func:`next_step`."""
     reader, writer = os.pipe()
     rendezvous = tempfile.mktemp()
     pids = []
@@ -131,7 +131,7 @@ def start_ranks(work: Callable[[Say], None]) -> tuple[list[int], int]:
         except Exception:
             traceback.print_exc()
         finally:
-            os._exit(1)  # only an error gets here
+            os._exit(1)  # reached only after an error
     os.close(writer)
     return pids, reader
 
@@ -206,7 +206,7 @@ def set_to(parameters: list[torch.nn.Parameter], step: int) -> None:
 
 
 def assert_are(parameters: list[torch.nn.Parameter], step: int) -> None:
-    assert step == 0 or all((parameter == step % 128).all() for parameter in parameters), f"not those of step {step}"
+    assert step == 0 or all((parameter == step % 128).all() for parameter in parameters), f"not of step {step}"
 
 
 KINDS: dict[str, Callable] = {

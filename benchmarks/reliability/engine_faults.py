@@ -1,13 +1,13 @@
-"""A supervised run whose engines are killed and stopped, and whose reward raises and hangs, at random instants; and
-the same run undisturbed.
+"""Kills and stops the engines of a supervised run, and makes its reward raise and hang, at random times; compares it
+with an undisturbed run.
 
     python3 -m benchmarks.reliability.engine_faults --faults 50 --output docs/results/reliability/engine_faults.json
 
-On CPU, through Ray and vLLM, with the tiny model: a rank, two engines, a checkpoint after every step. With
-``--engines 1`` none is left, and what was asked waits for weights; ``--backend`` and ``--mode`` make other runs. A
-fault is SIGKILL or SIGSTOP to the actor of an engine or to vLLM's process under it, up to six seconds after the last
-one was mended. After the last the run is asked to stop (status 75), and must have every step and prompt; the
-undisturbed one makes as many steps.
+On CPU, through Ray and vLLM, with the tiny model: a rank, two engines, a checkpoint after every step. With ``--engines
+1`` a fault leaves none, and requests wait for the next engine's weights. ``--backend`` and ``--mode`` select other
+runs. A fault is SIGKILL or SIGSTOP to an engine's actor or to vLLM's process under it, up to six seconds after the
+last recovery. After the last fault the run is asked to stop (status 75), and must have every step and prompt. The
+undisturbed run makes as many steps.
 """
 
 import argparse
@@ -49,7 +49,7 @@ EPISODES = 1000  # the longest run
 AHEAD = ("--train.async_enable", "--rollout.entropy", "sampler", "--rollout.entropy_audit_steps", "0")
 MODES = {"in turns": (), "one step off": AHEAD, "in flight": (*AHEAD, "--train.partial_rollout_enable")}
 
-# Raises about one call in forty, and hangs more seldom, as long as the file `faults` is there.
+# Raises in about one call of forty, and hangs more rarely, while the file `faults` exists.
 REWARD = """
 import importlib.util, random, time
 from pathlib import Path
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def train(place: Path, name: str, args: argparse.Namespace, steps: int | None = None) -> dict[str, Any]:
-    """A run that is stopped after its faults, or after so many steps."""
+    """Train until the faults are done, or for a number of steps."""
     folder = place / name
     folder.mkdir()
     (folder / "reward.py").write_text(REWARD.format(reward=reasoning_gym_reward.__file__, folder=str(folder)))
@@ -130,9 +130,9 @@ def train(place: Path, name: str, args: argparse.Namespace, steps: int | None = 
 
 
 def summary(folder: Path, status: int, seconds: int, faults: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of a run that has ended."""
+    """Summarize a run that has ended."""
     text = (folder / "log").read_text()
-    steps = {row["step"]: row for row in rows(folder)}  # the last, of a step that was made again
+    steps = {row["step"]: row for row in rows(folder)}  # a repeated step's last row
     rewards = [row["reward/mean"] for _, row in sorted(steps.items())]
     dropped = sum(row[names.DROPPED_PROMPTS] for row in steps.values())
     trained = sum(row["rollout/num_samples"] for row in steps.values()) / SAMPLES
@@ -155,7 +155,7 @@ def summary(folder: Path, status: int, seconds: int, faults: list[dict[str, Any]
 
 
 def disturb(run: psutil.Popen, folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """``args.faults`` of them, one after another, or as many as there is time for."""
+    """Inject ``args.faults`` faults, one after another, or as many as there is time for."""
     chance, deadline = random.Random(args.seed), time.monotonic() + args.seconds
     faults: list[dict[str, Any]] = []
     (folder / "faults").touch()
@@ -173,11 +173,11 @@ def disturb(run: psutil.Popen, folder: Path, args: argparse.Namespace) -> list[d
 
 
 def strike(run: psutil.Popen, folder: Path, victim: int, number: int) -> dict[str, Any]:
-    """One fault. ``start_seconds`` are those from the new actor's process to the engine's return, ``noticed_seconds``
-    those before, to a second, as Linux tells when a process began.
+    """Inject one fault. ``start_seconds`` run from the start of the new actor's process to the engine's return,
+    ``noticed_seconds`` until then, to a second, because Linux records starts of processes.
 
-    A fault in the middle of a transfer of weights ends the run, which goes on from its last checkpoint: then
-    ``recovered_seconds`` are those until a step is made that was not made before.
+    A fault during a weight transfer ends the run, which resumes from its last checkpoint. ``recovered_seconds`` then
+    run until the first new step.
     """
     before, back = rows(folder)[-1]["step"], returns_of(folder)
     notices, restarts = notices_of(folder), restarts_of(folder)
@@ -202,11 +202,11 @@ def returns_of(folder: Path) -> int:
 
 
 def engines_of(run: psutil.Popen) -> dict[int, int]:
-    """Each engine's actor to vLLM's process under it, of those that have one."""
+    """Map each engine's actor to vLLM's process under it, if it has one."""
     engines = {}
     for process in run.children(recursive=True):
         with suppress(psutil.Error):
-            # That of an actor that died has another parent by now.
+            # A dead actor's process has another parent by now.
             if "EngineCore" in cmdline(process) and "Rollout" in cmdline(process.parent()):
                 engines[process.ppid()] = process.pid
     return engines

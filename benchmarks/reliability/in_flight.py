@@ -1,12 +1,11 @@
-"""Trains with weights in flight, and compares each token's entropy with what `cli.score` says of it with the weights
-that drew it.
+"""Trains with weights in flight, and compares each token's entropy with `cli.score` under the weights that sampled it.
 
     python3 -m benchmarks.reliability.in_flight --output docs/results/async/in_flight.json
 
 On CPU, through Ray and vLLM: a run with `--train.partial_rollout_enable` and responses of 64 to 768 tokens, in which
-every step is dumped and exports its model, at a learning rate that makes two versions differ. Then every version's
-model scores all dumped responses, in float32. A token of version v was drawn after those before it, so the model of
-step v alone should say its entropy; that of the next step is the control.
+every step writes a dump and exports its model, at a learning rate that makes two versions differ. Then every version's
+model scores all dumped responses in float32. A token of version v should have the entropy of step v's model. The next
+step's model is the control.
 """
 
 import json
@@ -92,7 +91,7 @@ def measure(place: Path, steps: int, staleness: int) -> dict[str, Any]:
 
 
 def dumped(folder: Path) -> Sequence[Mapping[str, Any]]:
-    """Tokens of each response with its prompt, and entropy and version of each of its own."""
+    """Return each response's tokens with its prompt, and the entropy and version of each response token."""
     found = []
     for path in sorted(folder.iterdir()):
         dump = read_dump(path)
@@ -103,7 +102,7 @@ def dumped(folder: Path) -> Sequence[Mapping[str, Any]]:
 
 
 def scores(model: Path, responses: Sequence[Mapping[str, Any]], name: Path) -> list[np.ndarray]:
-    """Entropies of each response's own tokens by ``model``."""
+    """Score each response's tokens with ``model``; return their entropies."""
     given, output = name.with_suffix(".in.jsonl"), name.with_suffix(".out.jsonl")
     given.write_text("".join(json.dumps({"tokens": response["tokens"]}) + "\n" for response in responses))
     argv = ["--model", str(model), "--input", str(given), "--output", str(output), "--dtype", "float32"]

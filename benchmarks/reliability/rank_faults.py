@@ -1,11 +1,11 @@
-"""Kills and stops processes of a supervised run, one after another, and writes what each fault cost.
+"""Kills and stops processes of a supervised run, one after another, and writes the cost of each fault.
 
     python3 -m benchmarks.reliability.rank_faults --rounds 3 --output docs/results/reliability/rank_faults.json
 
 On CPU, through Ray and vLLM, with the tiny model: two DeepSpeed ranks, a reference rank, an engine, a checkpoint after
-every step. Each round has every fault once, in an order of its own, each a random time of up to two steps after the
-last restart has made a step. The run restarts by itself, and must end with status 0, with every step, and with none of
-its processes left. A start takes half a minute on two idle cores.
+every step. Each round has every fault once, in random order, at a random time of up to two steps after the first step
+since the last restart. The run restarts by itself. It must end with status 0, with every step, and without a process
+left behind. A start takes half a minute on two idle cores.
 """
 
 import random
@@ -36,8 +36,8 @@ from openrlhf_gtpo.report import names
 from openrlhf_gtpo.tasks import reasoning_gym_reward
 
 PROMPTS, QUESTIONS = 4, 32
-# The signal, and what the command line of its target has in it; Ray's processes change theirs from the name of their
-# class to that of the one which a running method is declared in.
+# The signal, and a part of its target's command line. Ray changes a process's command line from the name of its class
+# to the name of the class that declares the running method.
 FAULTS = {
     "rank killed": (signal.SIGKILL, r"ray::\w*Policy"),
     "rank stopped": (signal.SIGSTOP, r"ray::\w*Policy"),
@@ -64,11 +64,11 @@ def main() -> None:
         write_results(args.output, args, {"stall_timeout": STALL_TIMEOUT, **result})
         print(args.output.read_text(), end="")
         if result["status"] or result["steps_missing"] or result["processes_left"]:
-            sys.exit("Something was lost, or left.")
+            sys.exit("Something was lost or left behind.")
 
 
 def train(place: Path, order: list[str], chance: random.Random) -> dict[str, Any]:
-    """A run with a fault after another."""
+    """Train with one fault after another."""
     episodes = -(-40 * len(order) * PROMPTS // QUESTIONS)
     flags = {
         "actor.num_gpus_per_node": 2,
@@ -88,12 +88,12 @@ def train(place: Path, order: list[str], chance: random.Random) -> dict[str, Any
         "ckpt.max_num": 2,
         "ckpt.best_metric_key": "none",
     }
-    # One fault after another, and then how the run ends.
+    # Inject one fault after another, then wait for the end of the run.
     run = start(place, place, flags)
     faults = []
     began = time.monotonic()
     try:
-        until(lambda: rows(place), run)  # the first start is no restart
+        until(lambda: rows(place), run)  # the first start is not a restart
         looked = run.children()[0].create_time() - run.create_time()
         idle, since = cpu_seconds(run), time.monotonic()
         for fault in order:
@@ -126,14 +126,14 @@ def train(place: Path, order: list[str], chance: random.Random) -> dict[str, Any
 
 
 def strike(run: psutil.Popen, place: Path, fault: str, chance: random.Random) -> dict[str, Any]:
-    """One fault, and the seconds until it was noticed and until a step was made that was not made before."""
+    """Inject one fault; return the seconds until it was noticed and until the first new step."""
     number, name = FAULTS[fault]
     time.sleep(chance.uniform(0, 2 * rows(place)[-1][names.TIMING_STEP_WALL]))
     before = rows(place)[-1]["step"]
     doing = (place / "metrics.jsonl.phase").read_text()
     notices = notices_of(place)
     victims = [process for process in run.children(recursive=True) if re.search(name, cmdline(process))]
-    victim = chance.choice(victims) if "ray::" in name else victims[0]  # the driver comes before what it started
+    victim = chance.choice(victims) if "ray::" in name else victims[0]  # the driver comes before its children
     struck = time.monotonic()
     victim.send_signal(number)
     until(lambda: notices_of(place) > notices, run)

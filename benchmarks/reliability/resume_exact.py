@@ -1,13 +1,13 @@
-"""Kills runs at random instants with SIGKILL, resumes them, and compares what they leave with one that nobody killed.
+"""Kills runs at random times with SIGKILL, resumes them, and compares their results with an undisturbed run.
 
     python3 -m benchmarks.reliability.resume_exact --output docs/results/reliability/resume_exact.json --kills 2
 
-On CPU, under `--train.full_determinism_enable`, through Ray and vLLM, on each backend: a whole run; the same run with
-`--kills` kills of all its processes, each a random time after the last start has made another step; then its end. Two
+On CPU, under `--train.full_determinism_enable`, through Ray and vLLM, on each backend: a whole run, and the same run
+with `--kills` kills of all its processes, each a random time after the first step since the last start. Runs have two
 episodes with a short last rollout each, a checkpoint every second step, an evaluation every third with the best
-checkpoint, an adaptive KL coefficient, a filter, two optimizer steps a rollout whose rows are shuffled; on DeepSpeed a
-moving average of the weights, on Megatron asynchronous saves; with the names that end in -async, the next rollout is
-sampled while a step trains. A run of the tiny model takes a minute on two cores.
+checkpoint, an adaptive KL coefficient, a filter, and two optimizer steps per rollout with shuffled rows. DeepSpeed
+also has a moving average of the weights, Megatron asynchronous saves. Names that end in -async sample the next rollout
+while a step trains. A run of the tiny model takes a minute on two cores.
 """
 
 import json
@@ -37,7 +37,7 @@ AHEAD = ["--train.async_enable", "--algo.advantage.is_correction_level", "token"
 AHEAD += ["--algo.advantage.is_correction_mode", "clip", "--algo.advantage.is_correction_threshold", "5"]
 BACKENDS |= {f"{backend}-async": [*flags, *AHEAD] for backend, flags in BACKENDS.items()}
 TIMES = ("time", "idle/", names.TIMING_PREFIX, names.TOKENS_PER_SECOND_PREFIX, names.PEAK_MEMORY_PREFIX)
-# Right is a response of even length, so that the filter lets half of the tiny model's groups through.
+# Responses of even length are right, so that half of the tiny model's groups pass the filter.
 REWARD = """
 import json
 from pathlib import Path
@@ -114,7 +114,7 @@ def finish(run: psutil.Popen, folder: Path) -> None:
 
 
 def kill(run: psutil.Popen, folder: Path, instants: random.Random) -> dict[str, Any]:
-    """Let a run that was started make a step, and kill all of its processes up to two steps later."""
+    """Wait for a step of a started run, and kill all of its processes up to two steps later."""
     before = len(rows(folder))
     while len(rows(folder)) <= before:
         assert run.poll() is None, (folder / "log").read_text()[-4000:]
@@ -139,7 +139,7 @@ def lines_of(folder: Path) -> list[int]:
 
 
 def compare(whole: Path, parts: Path) -> dict[str, Any]:
-    """What was compared, and the names of what differs."""
+    """Compare two runs; return what was compared, and the names of what differs."""
     differences = []
     metrics, metrics_in_parts = (
         {(row["kind"], row["step"]): without_times(row) for row in read_runs(run)[-1] if row["kind"] != "run"}
@@ -181,10 +181,10 @@ def without_times(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def responses_of(run: Path) -> dict[int, list[list[str]]]:
-    """Prompt and text of every response, by the step that was in progress; of one made again, each once."""
+    """Return prompt and text of every response by step; a repeated step has each once."""
     by_step: dict[int, set[tuple[str, str]]] = {}
     for line in (run / "responses.jsonl").read_text().splitlines():
-        with suppress(ValueError):  # the kill cut it off
+        with suppress(ValueError):  # truncated by the kill
             step, prompt, text = json.loads(line)
             by_step.setdefault(step, set()).add((prompt, text))
     return {step: sorted(map(list, texts)) for step, texts in by_step.items()}

@@ -1,12 +1,12 @@
-"""What the guards cost a run without faults, as shares: an asynchronous checkpoint at every step, the checksums of a
-save, and the process that supervises.
+"""The cost of the safeguards in a run without faults, as shares: an asynchronous checkpoint at every step, the
+checksums of a save, and the supervising process.
 
     python3 -m benchmarks.reliability.shares --output docs/results/reliability/shares.json
 
 One Megatron rank on this host, with the quickstart's model and batch (135M parameters, 16 x 8 responses). A step here
-is log-probs, advantages and training, without the rollout, so that of the whole step a share is less. With and without
-the checkpoint take turns in one process, and a share is taken within a turn: of the seconds, and of the processor time
-of all threads, which other work on the machine changes less. What checksums take is measured within each save.
+is log-probs, advantages and training, without the rollout, so the share of a whole step is smaller. Steps with and
+without the checkpoint alternate in one process, and a share is taken within a turn: of the seconds, and of the
+processor time of all threads, which other load on the machine disturbs less. Checksums are timed within each save.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def checkpoint_shares(args: argparse.Namespace) -> dict[str, Any]:
-    """In the one rank of the default group."""
+    """Measure the checkpoint's shares, in the one rank of the default group."""
     batch = {"prompts": 16, "samples": 8, "prompt_tokens": 32, "response_tokens": 32, "max_tokens": 1024, "seed": 1}
     groups.initialize(Layout(), seed=1)
     shape: dict[str, Any] = _SHAPE | {"num_hidden_layers": args.layers}
@@ -84,7 +84,7 @@ def checkpoint_shares(args: argparse.Namespace) -> dict[str, Any]:
         later = Checkpoints(Path(folder, "later"), asynchronous=True, max_num=1)
         now = Checkpoints(Path(folder, "now"), max_num=1)
         step.new_batch(0)
-        one_step()  # makes the optimizer's states
+        one_step()  # creates the optimizer's states
         later.save("first", trainer, {})
         later.finish()
 
@@ -94,7 +94,7 @@ def checkpoint_shares(args: argparse.Namespace) -> dict[str, Any]:
             later.finish()
 
         def checksums() -> list[float]:
-            """Of each save: processor time within the hash over that of the whole save."""
+            """Measure, for each save, the hash's share of its processor time."""
             shares = []
             for _ in range(args.repeat):
                 TimedHash.seconds, began = 0.0, time.process_time()
@@ -127,7 +127,7 @@ class TimedHash:
 
 
 def compared(without: Callable[[], Any], with_it: Callable[[], Any], repeat: int) -> dict[str, Any]:
-    """What ``with_it`` takes more than ``without``, as a share of the latter: lowest, median, highest turn."""
+    """Relative extra cost of ``with_it`` over ``without``: lowest, median, highest turn."""
     used: dict[str, list[float]] = {"without": [], "with": []}  # processor seconds
 
     def counted(name: str, run: Callable[[], Any]) -> None:
@@ -145,7 +145,7 @@ def compared(without: Callable[[], Any], with_it: Callable[[], Any], repeat: int
 
 
 def supervision_share(seconds: float) -> dict[str, float]:
-    """What the supervising process takes of one core while it watches a run that beats."""
+    """Measure the supervising process's share of one core while it watches a healthy run."""
     waiting = f"sleep {seconds} & " * _PROCESSES + "wait"
     with tempfile.TemporaryDirectory() as folder:
         run, supervisor = Heartbeat(folder), Heartbeat(folder)

@@ -1,4 +1,4 @@
-"""Runs of the trainer that the programs beside this one disturb: a tiny model on this host, through Ray and vLLM."""
+"""The training runs that the other scripts here disturb: a tiny model on this host, through Ray and vLLM."""
 
 import json
 import os
@@ -24,8 +24,8 @@ SAMPLES = 4  # of a prompt
 
 @contextmanager
 def inputs(questions: int) -> Iterator[Path]:
-    """A folder with the tiny model, and a task of so many questions, for :func:`start`; where what is done within
-    fails, it stays, and is named."""
+    """Yield a folder with the tiny model and a task of a number of questions, for :func:`start`. If the block fails,
+    the folder is kept and named."""
     place = Path(tempfile.mkdtemp(prefix="reliability-"))
     try:
         assert prepare.main(["tiny-model", "--output", str(place / "model")]) == 0
@@ -33,17 +33,17 @@ def inputs(questions: int) -> Iterator[Path]:
         assert prepare.main(["task", "--task", "products", *sizes, "--output", str(place / "task")]) == 0
         yield place
     except BaseException:
-        print(f"What the runs left is in {place}.", file=sys.stderr)
+        print(f"The runs' files are in {place}.", file=sys.stderr)
         raise
     shutil.rmtree(place)
 
 
 def start(place: Path, folder: Path, flags: Mapping[str, Any], *words: str) -> psutil.Popen:
-    """Start a run with the inputs in ``place`` and all that it writes in ``folder``; its output is in ``log`` there.
+    """Start a run with the inputs in ``place`` and its files in ``folder``, including its output, ``log``.
 
     Args:
-        flags: of its command line, without dashes, beside those that all runs share.
-        words: what else its command line has.
+        flags: its flags, without dashes, besides the flags of all runs.
+        words: more words of its command line.
     """
     folder.mkdir(exist_ok=True)
     shared = {
@@ -72,7 +72,7 @@ def end(run: psutil.Popen) -> None:
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """Of the steps, in the order in which they were made; those that were made again too."""
+    """Return the rows of steps in order of writing, including repeated steps."""
     with suppress(OSError):
         text = (folder / "metrics.jsonl").read_text().splitlines()
         return [row for row in map(json.loads, text) if row["kind"] == names.KIND_TRAIN]
@@ -84,7 +84,7 @@ def restarts_of(folder: Path) -> int:
 
 
 def notices_of(folder: Path) -> int:
-    """How often a run was found hanging, or started again."""
+    """Count how often a run was found hanging, or restarted."""
     return restarts_of(folder) + (folder / "log").read_text().count("; ending the run.")
 
 
@@ -103,7 +103,7 @@ def cmdline(process: psutil.Process) -> str:
 
 
 def spread_by_fault(faults: Sequence[Mapping[str, Any]], *measured: str) -> dict[str, Any]:
-    """By kind of fault how many there were, and the least, median and most of what was ``measured``."""
+    """By kind of fault: the count, and minimum, median and maximum of ``measured``."""
     by_kind = {}
     for kind in dict.fromkeys(fault["fault"] for fault in faults):
         alike = [fault for fault in faults if fault["fault"] == kind]

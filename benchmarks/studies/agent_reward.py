@@ -1,8 +1,8 @@
-"""The agent with a calculator through twenty steps: SmolLM2 and products of two-digit numbers, on both backends.
+"""Trains the calculator agent for twenty steps: SmolLM2, products of two-digit numbers, both backends.
 
     python3 -m benchmarks.studies.agent_reward --output docs/results/agents/reward.json     an hour on two cores
 
-Runs that are there are kept: start it again to go on.
+Finished runs are kept: run it again to continue.
 """
 
 import subprocess
@@ -56,8 +56,7 @@ def main() -> None:
 
 
 def _figures(metrics: Path) -> dict[str, Any]:
-    """Held-out reward ``before`` and ``after``, and of each step's rollout the reward, turns, and questions to the
-    calculator."""
+    """Held-out reward ``before`` and ``after``, and each rollout's reward, turns, and questions to the calculator."""
     trained = rows_of(metrics, names.KIND_TRAIN)
     return before_and_after(metrics) | {key: [row[key] for row in trained] for key in ("reward", "turns", "asked")}
 

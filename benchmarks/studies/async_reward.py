@@ -1,8 +1,8 @@
-"""Held-out reward of asynchronous runs beside that of synchronous ones: the smoke quickstart's model and task, longer.
+"""Compares the held-out reward of asynchronous and synchronous runs: the smoke quickstart's model and task, longer.
 
     python3 -m benchmarks.studies.async_reward --output docs/results/async/reward.json     half an hour on two cores
 
-Every seed is trained in each mode, one run after the other. Runs that are there are kept: start it again to go on.
+Every seed is trained in each mode, one run after the other. Finished runs are kept: run it again to continue.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""GTPO whose shares compare a response's tokens beside GTPO and GRPO: the smoke quickstart's model and task, longer.
+"""Compares GTPO with shares within a response, GTPO and GRPO: the smoke quickstart's model and task, longer.
 
     python3 -m benchmarks.studies.compare_reward --output FILE                     twenty minutes on two cores
 
-Runs that are there are kept: start it again to go on.
+Finished runs are kept: run it again to continue.
 """
 
 from statistics import fmean, stdev
@@ -36,7 +36,7 @@ def main() -> None:
         columns = [[run[key] for run in runs] for key in ("before", "after", "training")]
         cells = [f"{fmean(values):.3f} ± {stdev(values) / len(values) ** 0.5:.3f}" for values in (*columns, pairs)]
         rows.append([name, *cells])
-    columns_named = ["method", "held out, before", "after", "training, second half", "gtpo_response less this"]
+    columns_named = ["method", "held out, before", "after", "training, second half", "gtpo_response minus this"]
     print_table("reward, mean ± standard error", columns_named, rows)
     write_results(args.output, args, {"flags": {n: [*FLAGS, *f] for n, f in METHODS.items()}, "runs": reward})
 

@@ -1,9 +1,9 @@
-"""How far the entropies of one bf16 model are apart by rounding alone: of a rollout's tokens as vLLM's sampler said
-them, from one forward over the whole response, from decoding token by token, and from a forward in float32.
+"""Measures how far rounding alone moves the entropies of one bf16 model: from vLLM's sampler, from one forward pass
+over the whole response, from decoding token by token, and from a forward pass in float32.
 
     python3 -m benchmarks.studies.entropy_rounding DUMP --model MODEL --output entropy_rounding.json
 
-DUMP is that of a step sampled by MODEL's weights with --rollout.entropy sampler, such as a run's first one.
+DUMP comes from a step sampled by MODEL's weights with --rollout.entropy sampler, such as a run's first step.
 """
 
 from pathlib import Path
@@ -68,14 +68,14 @@ def main() -> None:
 
 
 def entropy(logits: Tensor, temperature: float) -> Tensor:
-    """(T,) in nats and float64, of (T, V) logits of any dtype."""
+    """Compute (T,) entropies in nats and float64 from (T, V) logits of any dtype."""
     log_probs = torch.log_softmax(logits.double() / temperature, -1)
     return -(log_probs.exp() * log_probs).sum(-1)
 
 
 def token_by_token(model: Any, row: Tensor, start: int) -> Tensor:
-    """(T, V) logits of the tokens of ``row`` (1, L) from ``start`` on, as an engine computes them: the prompt at once,
-    then each token over what is kept of those before."""
+    """Compute (T, V) logits of the tokens of ``row`` (1, L) from ``start`` on like an engine: the prompt at once, then
+    token by token with a KV cache."""
     output = model(row[:, :start], use_cache=True, logits_to_keep=1)
     logits = [output.logits[0]]
     for at in range(start, row.size(1) - 1):

@@ -1,14 +1,14 @@
-"""Weights in flight on a virtual clock: what the rule by which a step takes its groups, and how many prompts are in
-flight, make of steps an hour, tokens that are thrown away, and lengths that are trained on.
+"""Simulates weights in flight on a virtual clock: how the rule for taking groups and the number of prompts in flight
+change steps per hour, discarded tokens, and trained lengths.
 
     python3 -m benchmarks.studies.in_flight_clock --output docs/results/async/in_flight_clock.json     on one core
 
-The stream is the product's (``training/controller/stream.py``); engine, trainer and clock are made here. An engine
-takes ``base + each * active`` seconds a token, for all responses that are active, and the trainer a time for each
-token. Lengths are log-normal, by prompt and by response, with a tail that takes longer than a step's training. Rules:
+The stream is the product's (``training/controller/stream.py``). Engine, trainer and clock are simulated. An engine
+takes ``base + each * active`` seconds per token for all active responses, and the trainer a fixed time per token.
+Lengths are log-normal, by prompt and by response, with a tail longer than a step's training. Rules:
 
-- ``dropping``, an earlier one of this project: a step takes what is complete first, a group with a token older than N
-  steps is dropped and asked again, and prompts of 1 + N steps are in flight;
+- ``dropping``, an earlier rule of this project: a step takes the first complete groups, a group with a token older
+  than N steps is dropped and requested again, and prompts of 1 + N steps are in flight;
 - ``first in, first out``: the product's with prompts of 1 + N steps in flight;
 - ``complete first``: the product's, with prompts of 1 + (N + 1) // 2 steps.
 """
@@ -41,14 +41,14 @@ GROUP, BATCH = 8, 32
 
 @dataclass(frozen=True)
 class Host:
-    """An engine and a trainer; seconds."""
+    """Timings of an engine and a trainer, in seconds."""
 
     train_token: float
-    base: float = 12e-3  # of a decoded token
-    each: float = 4e-5  # more for each active response
+    base: float = 12e-3  # per decoded token
+    each: float = 4e-5  # extra per active response
     seats: int = 2048  # responses decoded at once
     transfer: float = 2.0
-    prefill_token: float = 2e-5  # of what is in flight, computed again with new weights
+    prefill_token: float = 2e-5  # per token in flight, recomputed with new weights
 
 
 HOSTS = {
@@ -59,15 +59,15 @@ HOSTS = {
 
 
 class Row:
-    """What the stream and this file read of a row."""
+    """The fields of a row that the stream and this file read."""
 
     def __init__(self, number: int, length: int) -> None:
         self.number, self.length = number, length
-        self.began = self.oldest = 0  # tokens that the engine had decoded by then, for each response; its weights
+        self.began = self.oldest = 0  # the engine's clock in tokens per response, and its weights
 
 
 class Clock:
-    """A stream's sampler and its groups, with their engine; ``seconds`` go by while the engine decodes."""
+    """A stream's sampler, its groups and their engine; ``seconds`` advances while the engine decodes."""
 
     def __init__(self, host: Host, prompts: int, median: int, filtered: float, seed: int) -> None:
         self.host, self._random = host, np.random.default_rng(seed)
@@ -78,9 +78,9 @@ class Clock:
         self._medians = median * np.exp(self._random.normal(0, 0.6, prompts))
         self._filtered = self._random.random(prompts) < filtered
         self._queue: deque[Row] = deque()
-        self._active: list[tuple[int, int, Row]] = []  # a heap, by the tokens after which they are complete
+        self._active: list[tuple[int, int, Row]] = []  # a heap, ordered by the tokens at completion
         self._order = itertools.count()
-        self._tokens = self.filtered = 0  # decoded for each response; of groups that the filter has dropped
+        self._tokens = self.filtered = 0  # decoded per response; in groups that the filter has dropped
         self._groups: dict[int, tuple[Request, list[Row], int]] = {}
 
     # The sampler.
@@ -117,17 +117,17 @@ class Clock:
         self._queue.extend(rows)
 
     def in_flight(self) -> int:
-        """Tokens that a transfer has computed again."""
+        """Tokens that a transfer recomputes."""
         return sum(self._tokens - row.began for *_, row in self._active)
 
     def decode(self, until: float) -> list[tuple[Request, list[Row]]]:
-        """Decode until a group is complete, or to ``until``; the groups that are."""
+        """Decode until a group is complete, or to ``until``; return the complete groups."""
         while True:
             while self._queue and len(self._active) < self.host.seats:
                 row = self._queue.popleft()
                 row.oldest, row.began = self.version, self._tokens
                 heapq.heappush(self._active, (self._tokens + row.length, next(self._order), row))
-            assert self._active or until < np.inf, "the step waits for ever"
+            assert self._active or until < np.inf, "the step waits forever"
             a_token = self.host.base + self.host.each * len(self._active)
             tokens = self._active[0][0] - self._tokens if self._active else 0
             if not self._active or self.seconds + tokens * a_token > until:
@@ -153,7 +153,7 @@ class Clock:
 
 
 class Dropping(Stream):
-    """Takes what is complete first; what is too old by then is asked again."""
+    """Takes the first complete groups, and requests again the ones that are too old by then."""
 
     dropped = 0
 
@@ -171,9 +171,9 @@ class Dropping(Stream):
 def simulate(
     rule: str, max_staleness: int, host: Host, seed: int, steps: int, filtered: float, median: int = 900
 ) -> dict[str, float]:
-    """A run of an episode of ``steps`` steps."""
+    """Simulate an episode of ``steps`` steps."""
     clock = Clock(host, int(steps * BATCH / (1 - filtered)), median, filtered, seed)
-    engines = mock.MagicMock(version=0)  # nobody asks them but the clock
+    engines = mock.MagicMock(version=0)  # only the clock uses them
     stream = (Dropping if rule == "dropping" else Stream)(clock, None, engines, lambda steps: True, max_staleness)
     if rule != "complete first":
         stream._ahead = max_staleness

@@ -1,10 +1,10 @@
-"""How far the policy that engines sample from is from the one that is trained, if adapters are merged into bfloat16
-weights by nearest rounding, and with the dithered rounding of ``openrlhf_gtpo.lora.merge``.
+"""Measures the distance of the sampling policy from the trained one if adapters are merged into bfloat16 weights with
+nearest rounding, and with the dithered rounding of ``openrlhf_gtpo.lora.merge``.
 
     python3 -m benchmarks.studies.lora_merge --output docs/results/lora/merge.json   SmolLM2-135M, a few minutes
 
-Adapters of rank 16 learn a text; after some of the steps both merges are compared with the exact sum in float32, so
-that nothing but the merge differs. ``bf16`` is what the same weights give when they are computed in bfloat16.
+Adapters of rank 16 learn a text. After some steps both merges are compared with the exact sum in float32, so that only
+the merge differs. ``bf16`` uses the exact weights, but computes in bfloat16.
 """
 
 import time
@@ -32,14 +32,14 @@ Merge = Callable[[adapters.Part], Tensor]
 
 
 def nearest(part: adapters.Part) -> Tensor:
-    """The sum rounded to the nearest number of bfloat16."""
+    """Round the sum to the nearest bfloat16."""
     assert part.adapter is not None
     a, b, scale = part.adapter
     return torch.addmm(part.weight.data, b.data, a.data, alpha=scale).bfloat16()
 
 
 def dithered(part: adapters.Part) -> Tensor:
-    """As engines get it."""
+    """Merge as for engines."""
     return part.value(torch.bfloat16)
 
 
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def _learn(folder: str, rank: int, rate: float) -> list[dict[str, Any]]:
-    """The rows of a learning rate, one for each of ``STEPS``."""
+    """Train with a learning rate; return a row for each of ``STEPS``."""
     tokens = AutoTokenizer.from_pretrained(folder)(TEXT, return_tensors="pt").input_ids
     rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     noise = _log_probs(rounded, tokens)
@@ -85,7 +85,7 @@ def _learn(folder: str, rank: int, rate: float) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def _compare(model: Any, parts: list[adapters.Part], tokens: Tensor) -> dict[str, float]:
-    """How far the base and each merge are from the exact policy, and the processor time that merging took."""
+    """Compare the base and each merge with the exact policy, and time the merges (processor time)."""
     exact = _log_probs(model, tokens)
     bases = [part.weight.data.clone() for part in parts]
     found: dict[str, float] = {}
@@ -110,12 +110,12 @@ def _set(parts: list[adapters.Part], weights: list[Tensor]) -> None:
 
 @torch.no_grad()
 def _log_probs(model: Any, tokens: Tensor) -> Tensor:
-    """Of every token of the vocabulary after each place, (T - 1, V), from logits as the model computes them."""
+    """Log-probs of the whole vocabulary at each position, (T - 1, V), from the model's logits."""
     return model(tokens).logits[0, :-1].float().log_softmax(-1)
 
 
 def _distance(name: str, exact: Tensor, other: Tensor, tokens: Tensor) -> dict[str, float]:
-    """KL(exact || other), the mean over places, and the largest difference of the log-prob of a token of the text."""
+    """Mean KL(exact || other) over positions, and the largest difference of the log-probs of the text's tokens."""
     divergence = (exact.double().exp() * (exact.double() - other.double())).sum(-1).mean()
     difference = (exact - other).gather(1, tokens[0, 1:, None]).abs().max()
     return {f"{name}_kl": float(divergence), f"{name}_most": float(difference)}

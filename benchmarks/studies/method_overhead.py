@@ -1,10 +1,10 @@
-"""What each method costs: a step of every estimator, and of group_norm with every surrogate, over group_norm's with
-PPO's clip, which captures no entropies.
+"""The cost of each method: a step of every estimator, and of group_norm with every surrogate, relative to group_norm
+with PPO's clip, which captures no entropies.
 
     python3 -m benchmarks.studies.method_overhead --model MODEL --output method_overhead.json
 
-All methods train one policy, on the same rows in turns. A step is the old-policy forward, shaping and training, in
-seconds and in processor seconds of the two processes, which other work on the machine disturbs less.
+All methods train one policy on the same rows, in turn. A step is the old-policy forward pass, shaping and training, in
+seconds and in processor seconds of the two processes, which other load on the machine disturbs less.
 """
 
 # ruff: noqa: E402
@@ -49,10 +49,10 @@ METHODS = {
 
 
 class MethodActor(EntropyPolicyActor):
-    """A policy that changes its method between two phases."""
+    """A policy actor that can change its method between two phases."""
 
     def choose(self, args: Arguments) -> None:
-        """Go on with the method of ``args``, with the same weights and optimizer."""
+        """Switch to the method of ``args``, with the same weights and optimizer."""
         self.strategy.args = self.strategy.arguments = args
         self.trainer = DeepspeedActorTrainer(
             self.strategy,
@@ -82,7 +82,7 @@ class Method(Policy):
         ray.get(self._group.async_run_method(method_name="choose", args=self.args))
 
     def processor_seconds(self) -> float:
-        """Of this process and the actor's so far."""
+        """Processor seconds of this process and the actor's so far."""
         (actor_seconds,) = ray.get(self._group.async_run_method(method_name="processor_seconds"))
         return time.process_time() + actor_seconds
 
@@ -137,7 +137,7 @@ def main() -> None:
     finally:
         ray.shutdown()
 
-    # Each method over group_norm, by both clocks.
+    # Each method relative to group_norm, by both clocks.
     results: dict[str, Any] = {}
     for name, side in measured.items():
         counted = {phase: seconds[-args.repeat :] for phase, seconds in processor[name].items()}
@@ -150,7 +150,7 @@ def main() -> None:
             result[f"{clock}_over_group_norm"] = ratios(step, base_step)
             over.append(median_and_range(ratios(step, base_step), 3))
         rows.append([name, *over])
-    print_table("a step over group_norm's", ["method", "seconds", "processor seconds"], rows)
+    print_table("a step relative to group_norm's", ["method", "seconds", "processor seconds"], rows)
     write_results(args.output, args, {"load_average": [load, os.getloadavg()], "methods": results})
 
 

@@ -1,5 +1,5 @@
-"""What mistakes in an implementation of GTPO do to a run: a small recurrent network, trained in this process through
-this package's estimators and loss.
+"""The effect of mistakes in an implementation of GTPO: trains a small recurrent network in this process with this
+package's estimators and loss.
 
     python3 -m benchmarks.studies.mistakes --output mistakes.json --plot mistakes.png
 
@@ -36,20 +36,20 @@ def gtpo(entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor) -> T
 
 
 def one_polarity(entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor) -> Tensor:
-    """Mean and std over the rows of one polarity alone."""
+    """Mistake: mean and std over the rows of one polarity only."""
     return gtpo_advantages(entropy, mask, outcome, group_ids, GTPOConfig(normalize_over="polarity"))
 
 
 def clipped_entropies(entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor) -> Tensor:
-    """The clip range of the ratio, 0.2 and 0.28, as bounds of the entropies, in nats."""
+    """Mistake: the clip range of the ratio, 0.2 and 0.28, clips the entropies, in nats."""
     return gtpo(entropy.clamp(0.2, 0.28), mask, outcome, group_ids)
 
 
 def micro_batches(rows: int) -> Credit:
-    """Shares and statistics over micro-batches of ``rows`` that a trainer has shuffled, as if each were a group."""
+    """Mistake: shares and statistics over shuffled micro-batches of ``rows`` rows, as if each were a group."""
 
     def credit(entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor) -> Tensor:
-        config = GTPOConfig(scope="batch", shape_uniform_groups=True)  # it does not know which group is uniform
+        config = GTPOConfig(scope="batch", shape_uniform_groups=True)  # it cannot tell which groups are uniform
         advantages = torch.zeros_like(entropy)
         for part in torch.randperm(len(mask)).split(rows):
             together = torch.zeros_like(group_ids[part])
@@ -71,7 +71,7 @@ METHODS: dict[str, Credit] = {
 
 
 class Network(nn.Module):
-    """A GRU over letters, with the log-probs of the next one."""
+    """A GRU that predicts log-probs of the next letter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Network(nn.Module):
         self.head = nn.Linear(128, len(LETTERS))
 
     def forward(self, letters: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(B, T) -> (B, T, 16), and the state after them."""
+        """Map (B, T) to (B, T, 16), and return the final state."""
         hidden, state = self.gru(self.embedding(letters), state)
         return self.head(hidden).log_softmax(-1), state
 
@@ -108,7 +108,7 @@ def imitate(network: Network) -> None:
 
 @torch.no_grad()
 def sample(network: Network, chosen: list[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Letters (B, 4 + T), mask, entropy in nats (B, T) and outcome (B,) of one response to each prompt."""
+    """Sample a response to each prompt: letters (B, 4 + T), mask, entropy in nats (B, T) and outcome (B,)."""
     letters = encoded([f"{a}*{b}=" for a, b in chosen])
     log_probs, state = network(letters)
     entropies, masks, alive = [], [], torch.ones(len(chosen), dtype=torch.bool)
@@ -131,7 +131,7 @@ def of_tokens(network: Network, letters: Tensor) -> Tensor:
 
 
 def train(network: Network, credit: Credit, steps: int, rate: float) -> dict[str, list[float]]:
-    """Reward and entropy of each step's rollout, and the share of its right tokens that are pushed up."""
+    """Train; return each rollout's reward and entropy, and the share of its right tokens that are pushed up."""
     optimizer = torch.optim.Adam(network.parameters(), rate)
     group_ids = torch.arange(GROUPS).repeat_interleave(SAMPLES)
     curves: dict[str, list[float]] = {"reward": [], "entropy": [], "right_pushed_up": []}
@@ -192,7 +192,7 @@ def main() -> None:
 
 
 def plot(runs: dict[str, list[dict[str, Any]]], path: Path, each: int = 1) -> None:
-    """Reward over steps, one number for ``each`` of them: the mean over seeds, and their range."""
+    """Plot reward over steps, a point per ``each`` steps: the mean over seeds, and their range."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9, 4.5), layout="constrained")
         axes = figure.subplots()

@@ -1,9 +1,9 @@
-"""The methods of benchmarks.studies.mistakes on a language model: the smoke quickstart's model and task, longer.
+"""Trains the smoke quickstart's model on its task, but longer, with the methods of benchmarks.studies.mistakes.
 
     python3 -m benchmarks.studies.mistakes_trained --output trained.json --plot trained.png       twenty minutes
 
-The controller of a run imports a copy of this package in which GTPO's advantages are a method's. Runs that are there
-are kept: start it again to go on.
+The controller of a run imports a copy of this package in which a method replaces GTPO's advantages. Finished runs are
+kept: run it again to continue.
 """
 
 import shutil

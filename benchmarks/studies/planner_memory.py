@@ -1,5 +1,5 @@
-"""The planner's memory of a train step beside that of real Megatron actors on gloo processes: the layouts of
-tests/tools/planner/test_training_memory.py, rank by rank.
+"""Compares the planner's memory of a train step with real Megatron actors on gloo processes, rank by rank, for the
+layouts of tests/tools/planner/test_training_memory.py.
 
     python3 -m benchmarks.studies.planner_memory --output benchmarks/results/planner_memory.json   two minutes, no GPU
 """

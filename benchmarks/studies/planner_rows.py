@@ -1,10 +1,10 @@
-"""The planner against published measurements, and against this project's own on a GPU.
+"""Compares the planner with published measurements, and with this project's own on a GPU.
 
     python3 -m benchmarks.studies.planner_rows                                    the table of docs/results/planner.md
     python3 -m benchmarks.studies.planner_rows --measured benchmarks/results/gpu/*.json
 
-The second reads what ``cli.benchmark train-step --output`` wrote on one GPU, and prints memory and time beside the
-planner's. Needs neither a GPU nor a network.
+The second reads files that ``cli.benchmark train-step --output`` wrote on one GPU, and prints measured and planned
+memory and time. Needs neither a GPU nor a network.
 """
 
 import json
@@ -37,7 +37,9 @@ def _llama(hidden: int, mlp: int, layers: int, heads: int) -> dict[str, Any]:
 
 
 LLAMA_8B, LLAMA_70B = _llama(4096, 14336, 32, 32), _llama(8192, 28672, 80, 64)
-LLAMA_405B = _llama(16384, 53248, 128, 128)  # of 126 layers, which 16 and 8 stages share unevenly; here they are even
+LLAMA_405B = _llama(
+    16384, 53248, 128, 128
+)  # really 126 layers, split unevenly over 16 and 8 stages; here the split is even
 QWEN3_32B = {"model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64}
 QWEN3_32B |= {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
 QWEN3_32B |= {"max_position_embeddings": 40960}
@@ -53,7 +55,7 @@ class Row:
     """One published or measured number.
 
     Fields:
-        fixes: the assumption that this row was used for; empty where it only checks.
+        fixes: the assumption that this row determined; empty if it only checks.
     """
 
     name: str
@@ -68,7 +70,7 @@ class Row:
 
 
 def rows() -> Iterator[Row]:
-    """In the order of docs/results/planner.md."""
+    """Return the rows in the order of docs/results/planner.md."""
     yield from _pre_training()
     yield from _inference()
     yield from _reinforcement_learning()
@@ -114,7 +116,7 @@ def _inference() -> Iterator[Row]:
 
 def _reinforcement_learning() -> Iterator[Row]:
     """NeMo-RL's recipes: 64 prompts of 32 responses, 512 in an optimizer step, 4096 tokens in a row and a micro-batch,
-    a reference model. Mean lengths are those that its page gives."""
+    a reference model. Mean lengths are from its page."""
     runs: list[tuple] = [
         ("NeMo-RL, Llama 3.1 8B, 16 H100, PP2, recompute", 1581, LLAMA_8B, 16, (1, 2), 1, "full", 132, 1060),
         ("NeMo-RL, Qwen3 32B, 32 H100, TP4 PP4", 571, QWEN3_32B, 32, (4, 4), 4, "none", 110, 3206),
@@ -130,8 +132,8 @@ def _reinforcement_learning() -> Iterator[Row]:
 
 
 def _rollouts() -> Iterator[Row]:
-    """Rollouts of a model of Qwen2.5-1.5B's shape with vLLM on one H200 (docs/results/h200.md): of the sampler's study
-    without values, and of the last step of a whole run."""
+    """Rollouts of a model of Qwen2.5-1.5B's shape with vLLM on one H200 (docs/results/h200.md), from the sampler's
+    study without values and from the last step of a whole run."""
     alone = json.loads((H200 / "sampler_rollout.json").read_text())["rollout"]["without"]["seconds"]["rollout"]
     last = json.loads((H200 / "train_1.5b.jsonl").read_text().splitlines()[-1])
     mean = last["response_length/mean"]
@@ -149,11 +151,11 @@ def _shape(model: dict[str, Any]) -> ModelShape:
 
 
 def against_measured(results: dict[str, Any]) -> Iterator[Row]:
-    """Peak memory and seconds of what ``benchmark train-step`` measured with Transformer Engine on one GPU, of every
+    """Compare peak memory and seconds with a ``benchmark train-step`` with Transformer Engine on one GPU, for every
     precision.
 
     Raises:
-        ValueError: it was measured without one of them, or on a GPU that the planner does not know.
+        ValueError: the file is from another setup, or from a GPU that the planner does not know.
     """
     machine, settings = results["machine"], results["settings"]
     gpu = kind_of(machine["gpus"])
@@ -189,8 +191,8 @@ def against_measured(results: dict[str, Any]) -> Iterator[Row]:
 
 
 def kind_of(devices: Sequence[str]) -> str | None:
-    """The planner's kind of GPU that has most parts of its name in the driver's names of equal ``devices``, such as
-    "NVIDIA A100-SXM4-40GB"; None where not even the family is known."""
+    """Find the planner's kind of GPU whose name has the most parts in common with the driver's name of equal
+    ``devices``, such as "NVIDIA A100-SXM4-40GB"; None if even the family is unknown."""
     driver = " ".join(devices).lower()
     shared = {kind: [part in driver for part in kind.split("-")] for kind in GPUS}
     return max((kind for kind in GPUS if shared[kind][0]), key=lambda kind: sum(shared[kind]), default=None)
@@ -200,7 +202,7 @@ def _rows_of(path: Path) -> Iterator[Row]:
     try:
         yield from against_measured(json.loads(path.read_text()))
     except KeyError as error:
-        raise ValueError(f"{path} is no result of benchmark train-step: it has no {error}") from error
+        raise ValueError(f"{path} was not written by benchmark train-step: it has no {error}") from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Runs of examples/scripts/quickstart.sh for a study, kept in folders so that an interrupted study goes on."""
+"""Runs examples/scripts/quickstart.sh for a study, and keeps the folders so that an interrupted study resumes."""
 
 import json
 import os
@@ -15,7 +15,7 @@ HELD_OUT = "eval_products_pass1"  # reward of a held-out answer to the quickstar
 
 
 def study_parser(description: str | None, name: str, *, steps: int, seeds: int) -> Parser:
-    """A study's flags, with these defaults: ``steps`` and ``seeds`` of its runs, which go to runs/``name``."""
+    """Make the parser of a study's flags, with default ``steps`` and ``seeds``. Its runs go to runs/``name``."""
     parser = Parser(description=description)
     parser.add_argument("--steps", type=int, default=steps, metavar="N", help=f"of each run (default: {steps})")
     parser.add_argument("--seeds", type=int, default=seeds, metavar="N", help=f"1 to N (default: {seeds})")
@@ -33,13 +33,13 @@ def quickstart(
     packages: str = "",
     checkout: Path | None = None,
 ) -> Path:
-    """Train into ``folder``, unless that is done, and return the file of its metrics.
+    """Train into ``folder``, unless the run is finished, and return its metrics file.
 
     Args:
-        words: for the script.
-        flags: for the trainer.
-        packages: a folder in which its processes look for packages first.
-        checkout: of another release, whose script and environment are taken; ``folder`` is absolute then.
+        words: arguments of the script.
+        flags: flags of the trainer.
+        packages: a folder that its processes search first for packages.
+        checkout: another release's checkout, whose script and environment are used; ``folder`` must be absolute.
     """
     metrics = folder / "metrics.jsonl"
     if not metrics.exists() or rows_of(metrics, names.KIND_EVAL)[-1]["step"] != steps:

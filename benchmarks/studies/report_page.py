@@ -1,9 +1,9 @@
-"""How often the intervals of `report page` hold the true effect, and how long a page of 100 runs of 1000 steps takes.
+"""Measures how often the intervals of `report page` cover the true effect, and times a page of 100 runs of 1000 steps.
 
     python3 -m benchmarks.studies.report_page --output docs/results/report_page.json
 
-The runs are copies of a quickstart's, with its metrics at every step. Beside the intervals stand those of the
-percentiles of a hierarchical bootstrap, which draws seeds and, in each, questions.
+The runs are copies of a quickstart run, with its metrics at every step. For comparison there are percentile intervals
+of a hierarchical bootstrap, which draws seeds and, in each, questions.
 """
 
 import json

@@ -1,10 +1,10 @@
-"""How far a trainer on Megatron is from the engine that sampled: with its own routes, with the engine's, and with
-those of the token before; and how far `cli.score` is, which has its own.
+"""Measures how far a Megatron trainer is from the engine that sampled: with its own routes, with the engine's, and
+with the previous token's routes; and the same for `cli.score`, with its own routes.
 
     python3 -m benchmarks.studies.routing_distance --model DIR --output docs/results/moe/NAME.json
 
-On a host without CUDA. vLLM samples in bf16 from the mixture of experts in DIR, which has 96 tokens or more; Megatron
-computes the same rows in bf16 on four processes.
+Runs without CUDA. vLLM samples in bf16 from the mixture of experts in DIR, with at least 96 tokens. Megatron computes
+the same rows in bf16 on four processes.
 """
 
 import json
@@ -39,7 +39,7 @@ SCORED = {
 
 
 def figures(off: np.ndarray) -> dict[str, float]:
-    """Of Δ = log π of the trainer - log π of the sampler."""
+    """Statistics of Δ = log π of the trainer - log π of the sampler."""
     return {
         "mean": float(np.abs(off).mean()),
         "max": float(np.abs(off).max()),

@@ -45,7 +45,7 @@ def main() -> None:
             zip(rows, prompts, engine.generate(prompts, sampling), strict=True)
         ):
             for response in answer.outputs:
-                text = tokenizer.decode(response.token_ids)  # with the token that ends it
+                text = tokenizer.decode(response.token_ids)  # including the token that ends it
                 score = reward_func([prompt + text], [prompt], [row["scorer_label"]])["rewards"]
                 line = {"prompt": prompt, "response": text, "group": group, "reward": score}
                 file.write(json.dumps(line) + "\n")

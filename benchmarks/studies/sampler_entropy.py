@@ -1,9 +1,9 @@
-"""What entropies cost an engine: the sampler on one step's logits, and whole rollouts with them and without, held to
-their end as in a run and token by token as vLLM answers, in turns.
+"""The cost of entropies in an engine: the sampler on one step's logits, and whole rollouts with and without entropies,
+in turn, returned at the end as in a run and token by token as in vLLM.
 
     python3 -m benchmarks.studies.sampler_entropy --model MODEL --output sampler_entropy.json
 
-Random logits and prompts, temperature 1. For the sampler alone there are also vLLM's own log-probs of sampled tokens.
+Random logits and prompts, temperature 1. The sampler alone also runs with vLLM's own log-probs of sampled tokens.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from typing import Any
 from openrlhf_gtpo.cli import Parser
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # as OpenRLHF's engines
+os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # as in OpenRLHF's engines
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
     from openrlhf_gtpo.training.rollout.rollout_actor import IN_ENGINE, SCHEDULER, WORKER_EXTENSION
 
     load = os.getloadavg()
-    on_cpu = platform.chosen_platform() == "cpu"  # which has no CUDA graphs
+    on_cpu = platform.chosen_platform() == "cpu"  # a CPU has no CUDA graphs
     options: dict[str, Any] = {"dtype": "bfloat16", "enforce_eager": on_cpu, "max_model_len": 4 * args.tokens}
     options |= {"distributed_executor_backend": IN_ENGINE, "disable_log_stats": True}  # as in a run
     options |= {"max_num_seqs": min(args.rows, 256), "gpu_memory_utilization": 0.1, "enable_prefix_caching": False}
@@ -80,7 +80,7 @@ def main() -> None:
             [answer] = output.outputs
         assert len(answer.token_ids) == args.tokens == (len(values_of(answer)) or args.tokens)
 
-    client: dict[str, list[float]] = {}  # seconds of this process, which is the client, in each rollout
+    client: dict[str, list[float]] = {}  # processor seconds of this process, the client, in each rollout
 
     async def ask_all(*how: bool) -> None:
         await asyncio.gather(*(ask(prompt, *how) for prompt in prompts))
@@ -106,7 +106,7 @@ def main() -> None:
         base = sides_measured["without"]
         rows = [[name, f"{min(side.seconds[phase]):.4f}", median_and_range(side.over(base, phase), 3)]
                 for name, side in sides_measured.items()]  # fmt: skip
-        print_table(phase, ["", "least s", "over without, median (range)"], rows)
+        print_table(phase, ["", "least s", "relative to without, median (range)"], rows)
     tokens = args.rows * args.tokens
     of_client = [[name, median_and_range([1e6 * seconds / tokens for seconds in side.about["client_seconds"]], 1)]
                  for name, side in measured.items()]  # fmt: skip
@@ -117,7 +117,7 @@ def main() -> None:
 
 
 def sampler_sides(rows: int, vocab_size: int, device: str) -> dict[str, Any]:
-    """One step of vLLM's V1 sampler over ``rows`` random requests."""
+    """Set up one step of vLLM's V1 sampler over ``rows`` random requests."""
     import torch
     from vllm.v1.sample.logits_processor import LogitsProcessors
     from vllm.v1.sample.metadata import SamplingMetadata

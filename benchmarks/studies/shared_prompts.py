@@ -1,12 +1,13 @@
-"""What a prompt that is computed once saves: old-policy forward and training, by (P, R, G), on both backends.
+"""Measures the gain from computing a prompt once: old-policy forward pass and training, by (P, R, G), on both
+backends.
 
     python3 -m benchmarks.studies.shared_prompts --output docs/results/train/shared_prompts.json
 
-A model of SmolLM2-135M's widths with random weights; rows of P prompt tokens and up to R response tokens, G to a
+The model has SmolLM2-135M's widths and random weights. Rows have P prompt tokens and up to R response tokens, G to a
 prompt. The quickstart's responses have 13 tokens on average and at most 32. The sides take turns: micro-batches of
-``--micro`` padded rows (DeepSpeed's path before), the same tokens with prompts once, and Megatron's packed rows
-without and with it. Training is forward and backward, on Megatron with its optimizer. Peak memory is one training
-call's, beyond what the process held before.
+``--micro`` padded rows (DeepSpeed's former path), the same tokens with each prompt once, and Megatron's packed rows
+without and with sharing. Training is forward and backward, on Megatron with its optimizer. Peak memory is one training
+call's, minus what the process held before.
 """
 
 import os
@@ -48,14 +49,14 @@ SMOLLM2 = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
-QUICKSTART = 32  # its most tokens of a response
+QUICKSTART = 32  # its maximum tokens of a response
 # (layers, groups, P, R, G); the first are the quickstart's rows.
 SHAPES = [(30, 16, 42, 32, 8), (30, 32, 42, 32, 1), (4, 1, 512, 128, 8), (4, 1, 2048, 256, 8)]
 
 
 def draw_rows(groups_: int, prompt: int, response: int, size: int, seed: int) -> list[TokenRow]:
-    """Groups' rows side by side; prompts of three quarters to all of their length, responses too unless they are the
-    quickstart's, most of which are short."""
+    """Draw rows, group by group. Prompts have three quarters to all of their length, and so do responses, except the
+    quickstart's, which are mostly short."""
     generator = torch.Generator().manual_seed(seed)
     short = response == QUICKSTART
 
@@ -168,7 +169,7 @@ def main() -> None:
 
 
 def _padded(rows: Sequence[TokenRow]) -> dict[str, torch.Tensor]:
-    """As upstream's batches, padded on the right."""
+    """Pad on the right, as in upstream's batches."""
     columns = [torch.nn.utils.rnn.pad_sequence(list(column), batch_first=True) for column in zip(*rows)]
     lengths = torch.tensor([len(row[0]) for row in rows])
     mask = (torch.arange(columns[0].shape[1]) < lengths[:, None]).long()

@@ -1,9 +1,9 @@
-"""Seconds to a held-out reward of 0.60: the quickstart on two cores, beside TRL 1.16 and other releases.
+"""Measures the seconds to a held-out reward of 0.60: the quickstart on two cores, TRL 1.16 and other releases.
 
     python3 -m benchmarks.studies.time_to_reward --output docs/results/quickstart/time_to_reward.json
 
 Each seed runs every side, a different one first each time. All have the quickstart's model, data, scorer, sizes and
-learning rate, and are evaluated after each step; evaluations and checkpoints are not counted. TRL is installed below
+learning rate, and are evaluated after each step. Evaluations and checkpoints do not count. TRL is installed below
 --runs. ``--release NAME=FOLDER`` adds a checkout of another release, which has an environment of its own.
 """
 
@@ -39,7 +39,7 @@ FLAGS = (
 
 
 def install_trl(packages: Path) -> None:
-    """Without what it depends on, as this environment has that; and the model, which all sides train."""
+    """Install TRL without its dependencies, which this environment has."""
     if not packages.exists():
         install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(packages)]
         subprocess.run([*install, TRL.lower().replace(" ", "==")], check=True)
@@ -59,8 +59,8 @@ def trl(packages: Path, folder: Path, steps: int, seed: int, until: float) -> No
 
 
 def reached(folder: Path, launched: float, until: float) -> dict[str, Any]:
-    """The first step after which a held-out reward of ``until`` was measured: ``steps``, ``seconds`` in these steps,
-    ``start``, the seconds before the first; ``curve``, each evaluation's reward and the seconds of steps before it."""
+    """Find the first step with a held-out reward of ``until``: ``steps``, ``seconds`` in these steps, ``start``
+    (seconds before the first), ``curve`` (each evaluation's reward, and the seconds of steps before it)."""
     path = folder / "metrics.jsonl"
     walls = {row["step"]: row[names.TIMING_STEP_WALL] for row in rows_of(path, names.KIND_TRAIN)}
     curve = [

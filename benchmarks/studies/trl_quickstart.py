@@ -1,6 +1,6 @@
 """The quickstart's task in TRL: a stock GRPOTrainer, evaluated after each step until it reaches a held-out reward.
 
-``time_to_reward.py`` starts it with TRL in PYTHONPATH. It writes the rows of a run's metrics that its table reads.
+``time_to_reward.py`` starts this with TRL in PYTHONPATH, and reads the metrics rows that it writes.
 """
 
 import argparse
@@ -21,16 +21,16 @@ NEW_TOKENS, SAMPLES_HELD_OUT = 32, 16
 
 
 def score(texts: list[str], labels: list[str]) -> list[float]:
-    """Rewards of responses, by the scorer that the quickstart has."""
+    """Score responses with the quickstart's scorer."""
     pairs = zip(texts, labels, strict=True)
     return [reward_func([text], [""], [label])["rewards"] for text, label in pairs]
 
 
 class Recorder(TrainerCallback):
-    """Writes when the first step begins, how long each took, and the held-out reward before them and after each.
+    """Writes the start of the first step, each step's time, and the held-out reward before the first and after each.
 
     Fields:
-        until: training stops when the held-out reward reaches it.
+        until: held-out reward at which training stops.
     """
 
     def __init__(self, path: Path, held_out: list[dict[str, Any]], tokenizer: Any, until: float) -> None:

@@ -1,13 +1,13 @@
-"""How large a page of the token viewer is, how long it takes to make, and how fast it answers in headless Chromium.
+"""Measures a page of the token viewer: its size, the time to make it, and its response times in headless Chromium.
 
     python3 -m benchmarks.studies.viewer --output docs/results/viewer.json     2000 responses of 1000 tokens
     python3 -m benchmarks.studies.viewer --dump MODEL --output docs/results/dump.json
 
-The second is what dumping costs a step: 64 responses of 1000 tokens, written by the trainer's own dumper, against one
-forward and backward pass of MODEL over them. A step also samples, computes old log-probs and updates weights, so that
-its share of a step is smaller. Of 64 responses as many are trained on as --train-rows says, and counted up.
+The second measures the cost of a dump in a step: 64 responses of 1000 tokens, written by the trainer's own dumper,
+against one forward and backward pass of MODEL over them. A step also samples, computes old log-probs and updates
+weights, so the real share is smaller. --train-rows of the 64 responses are trained on, and the time is scaled up.
 
-Entropies are drawn as those of a trained model lie: four of five tokens are nearly certain.
+Entropies are distributed as in a trained model: four of five tokens are nearly certain.
 """
 
 import os
@@ -75,7 +75,7 @@ def dump(path: Path, rows: int, tokens: int, samples: int = 8) -> None:
 
 
 def dump_cost(name: str, train_rows: int, repeat: int, rows: int = 64, tokens: int = 1000) -> dict[str, Any]:
-    """Seconds of writing a dump and of training on what is in it, in turns, and the medians of their ratios."""
+    """Measure the seconds of writing a dump and of training on it, in turn, and the medians of their ratios."""
     from openrlhf.trainer.ppo_utils.experience import Experience
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -85,7 +85,7 @@ def dump_cost(name: str, train_rows: int, repeat: int, rows: int = 64, tokens: i
     from openrlhf_gtpo.training.rows import Row
     from openrlhf_gtpo.training.run import parse
 
-    # A dumper whose rollout, ratios and run are made up, and whose writes are timed in their own thread.
+    # A dumper with a synthetic rollout, ratios and run, whose writes are timed in their own thread.
     tokenizer, model = AutoTokenizer.from_pretrained(name), AutoModelForCausalLM.from_pretrained(name).float()
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(0, tokenizer.vocab_size, (rows, tokens + 1), generator=draw)

@@ -1,6 +1,6 @@
-"""The DeepSpeed actor against the Megatron actor, on the same ragged batches.
+"""Compares the DeepSpeed actor and the Megatron actor on the same ragged batches.
 
-Each is a real Ray actor of one process. Counts of tokens include prompts, but never padding.
+Each is a real Ray actor of one process. Token counts include prompts, but never padding.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
 def measure_actors(
     args: argparse.Namespace, backends: Mapping[str, Any], trainer_flags: Sequence[str] = ()
 ) -> dict[str, Measured]:
-    """Time ``forward`` and ``train``, in seconds, and record ``tokens`` (the real ones of each repetition's batch),
+    """Time ``forward`` and ``train``, in seconds, and record ``tokens`` (each repetition's tokens without padding),
     ``loaded_bytes`` and ``peak_bytes`` (memory of the process after loading, and at its peak).
 
     Args:
@@ -72,7 +72,7 @@ def measure_actors(
     rows = args.prompts * args.samples
     tokens: list[int] = []
     parsed = trainer.parse(argv)
-    patch.apply(parsed)  # for its DeepSpeed strategy, which does not divide the loss
+    patch.apply(parsed)  # for its DeepSpeed strategy, which leaves the loss undivided
     start_ray(parsed, gpus=len(backends))
     try:
         policies = {name: Policy([*argv, "--actor.backend", name], actor) for name, actor in backends.items()}
@@ -90,7 +90,7 @@ def measure_actors(
         }
         measured = measure(phases, args.repeat, args.warmup, new_round=new_round)
         for name, side in measured.items():
-            del side.seconds["between"]  # another forward, because training needs its results
+            del side.seconds["between"]  # another forward pass, because training needs its results
             peak = max(loaded[name], policies[name].peak_bytes())
             side.about = {"tokens": tokens[args.warmup :], "loaded_bytes": loaded[name], "peak_bytes": peak}
         return measured
@@ -111,14 +111,14 @@ def trainer_argv(args: argparse.Namespace, further: Mapping[str, Any]) -> list[s
         "--data.max_len": args.prompt_tokens + args.response_tokens,
         "--algo.kl.init_coef": 0,
         "--reward.remote_url": "none",
-        "--vllm.num_engines": 1,  # counted, not started
+        "--vllm.num_engines": 1,  # counted, but not started
         **further,
     }
     return [str(word) for pair in flags.items() for word in pair]
 
 
 class Policy:
-    """A policy: a group of one Ray actor, what makes experiences for it, and the rows that it is given."""
+    """A policy: a group of one Ray actor, its experience maker, and its rows."""
 
     rows: list[Row]
 
@@ -158,7 +158,7 @@ class Policy:
 
 
 def rollout(args: Any, prompt_tokens: int, lengths: Tensor, seed: int) -> list[Row]:
-    """Rows of random tokens, half of every group successful: only their lengths matter."""
+    """Make rows of random tokens, half of every group successful. Only the lengths matter."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = AutoConfig.from_pretrained(args.actor.model_name_or_path).vocab_size
     rows = []

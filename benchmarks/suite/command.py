@@ -1,6 +1,6 @@
-"""What ``python3 -m openrlhf_gtpo.cli.benchmark NAME`` runs: the benchmarks' flags.
+"""The flags of all benchmarks, for ``python3 -m openrlhf_gtpo.cli.benchmark NAME``.
 
-A benchmark consists of its flags below and ``run(args)`` in the file with its name beside this one.
+A benchmark consists of its flags below and ``run(args)`` in the file of its name in this folder.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from openrlhf_gtpo.megatron.fp8.options import MODES, RECIPES
 from openrlhf_gtpo.megatron.parallel.layout import RECOMPUTE
 from openrlhf_gtpo.platform.files import check_output
 
-# Least values of flags that take a number, 1 for all others. An advantage compares at least two responses to a prompt.
+# Minimum values of number flags; 1 for all others. An advantage compares at least two responses to a prompt.
 _LEAST = {
     "warmup": 0,
     "bucket_mb": 0,
@@ -28,7 +28,7 @@ _LEAST = {
     "layers_in_bf16": 0,
 }
 _MOST = 2**31 - 1
-# Flags that several commands have, with defaults of their own.
+# Flags that several commands share, each with its own default.
 _COUNTS = {
     "prompts": "prompts of a step",
     "samples": "responses to each prompt",
@@ -39,7 +39,7 @@ _COUNTS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one benchmark. Return 0, 2 after one sentence about a usage error, or 1 if a process failed."""
+    """Run one benchmark. Return 0, 2 after one sentence about a user error, or 1 if a process failed."""
     args = build_parser().parse_args(argv)
     return exit_status(f"benchmark {args.command}", lambda: _start(args))
 
@@ -59,7 +59,7 @@ def _start(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the benchmark that ``args`` names; torch and the code to measure are imported only from here on."""
+    """Run the benchmark named in ``args``. Imports torch and the code to measure only here."""
     if args.command in ("overhead", "actor"):  # their files import OpenRLHF
         from openrlhf_gtpo import platform
         from openrlhf_gtpo.training.checks.model import Model
@@ -83,7 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
     fp8 = "On a CUDA host, FP8 is Transformer Engine's; elsewhere it is emulated, which says nothing about its speed."
 
     def command(name: str, summary: str, description: str = "", **defaults: int) -> Callable[..., Any]:
-        """Add a command with those of :data:`_COUNTS` in ``defaults``; return the function that adds another flag."""
+        """Add a command with flags of :data:`_COUNTS` in ``defaults``; return the function that adds another flag."""
         flag = commands.add_parser(name, help=summary, description=description or summary).add_argument
         flag("--output", help="write everything measured to this JSON file", **path)
         if name not in ("overhead", "weight-sync", "train"):

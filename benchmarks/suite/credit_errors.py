@@ -1,7 +1,7 @@
-"""The effect of less exact values on the entropy credit of responses, compared with a model's exact ones.
+"""The effect of less exact log-probs and entropies on the advantages of responses.
 
-The less exact values are those of FP8, recipe by recipe (``benchmark fp8``), or those that a rollout was trained on
-(``benchmark mismatch``).
+The less exact values come from FP8, recipe by recipe (``benchmark fp8``), or from a trained rollout (``benchmark
+mismatch``).
 """
 
 import json
@@ -37,11 +37,11 @@ _COLUMNS = {
 
 
 def read_credit(path: Path) -> tuple[Tensor, Tensor]:
-    """(B,) rewards, and (B,) group numbers from 0 (by ``group``, or by ``prompt`` if that is left out), of JSON lines
+    """Read (B,) rewards and (B,) group numbers from 0 (by ``group`` or, without it, by ``prompt``) from JSON lines
     that :class:`RowFile` has accepted.
 
     Raises:
-        UsageError: a line without a reward or group, or a group of one line; the message names the line.
+        UsageError: a line without a reward or group, or a group of one line. The message names the line.
     """
     outcome: list[float] = []
     lines_of: dict[str | int, list[int]] = {}  # line numbers of a group, from 1
@@ -50,7 +50,7 @@ def read_credit(path: Path) -> tuple[Tensor, Tensor]:
         if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
             raise UsageError(f'{path}:{number} has no number as its reward; add "reward": NUMBER.')
         if not isinstance(group, str | int):
-            raise UsageError(f'{path}:{number} has no prompt to tell its group by; add "group": NAME_OR_NUMBER.')
+            raise UsageError(f'{path}:{number} has no prompt to identify its group; add "group": NAME_OR_NUMBER.')
         outcome.append(float(reward))
         lines_of.setdefault(group, []).append(number)
     if not outcome:
@@ -58,18 +58,18 @@ def read_credit(path: Path) -> tuple[Tensor, Tensor]:
     group_ids = [0] * len(outcome)
     for group_id, lines in enumerate(lines_of.values()):
         if len(lines) == 1:
-            raise UsageError(f"{path}:{lines[0]} is alone in its group, and credit compares the answers to a prompt.")
+            raise UsageError(f"{path}:{lines[0]} is alone in its group; give two or more answers to a prompt.")
         for number in lines:
             group_ids[number - 1] = group_id
     return torch.tensor(outcome), torch.tensor(group_ids)
 
 
 def fp8_candidates(mode: str, recipes: Sequence[str], layers_in_bf16: int = 0) -> dict[str, Fp8Options]:
-    """Options to compare, by name: each recipe, also with its first and last ``layers_in_bf16`` layers in BF16."""
+    """Return options by name: each recipe, also with its first and last ``layers_in_bf16`` layers in BF16."""
     candidates = {recipe: Fp8Options(mode, recipe) for recipe in recipes}
     n = layers_in_bf16
     for recipe in recipes if n else ():
-        if recipe != "delayed":  # which takes all layers or none
+        if recipe != "delayed":  # it takes all layers or none
             candidates[f"{recipe}, {n} + {n} layers in BF16"] = Fp8Options(mode, recipe, n, n)
     return candidates
 
@@ -115,20 +115,20 @@ def compare_rollout(
     outcome: Tensor,
     group_ids: Tensor,
 ) -> dict[str, Any]:
-    """Score a rollout with ``model``, and compare the result with the values that training was given.
+    """Score a rollout with ``model``, and compare the result with the values that training used.
 
     Args:
-        rows: the tokens of each row, split before the first one that was sampled.
+        rows: the tokens of each row, split before the first sampled one.
         recorded: log-probs and entropies of the tokens in the second part.
-        actions: which of these tokens to compare: those that were sampled.
+        actions: which of these tokens to compare: the sampled ones.
         estimator, outcome, group_ids: as in :func:`compare`.
 
     Returns:
         as :func:`compare`, with the candidate "rollout".
 
     Raises:
-        UsageError: the model cannot score such tokens, or none of them has an advantage; also what
-            :func:`openrlhf_gtpo.scoring.score.score` raises.
+        UsageError: the model cannot score such tokens, or none has an advantage; also the errors of
+            :func:`openrlhf_gtpo.scoring.score.score`.
     """
     with TemporaryDirectory() as folder:
         source = Path(folder) / "rollout.jsonl"
@@ -146,7 +146,7 @@ def compare_rollout(
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """A markdown table, a row for each candidate, and which of them keep sign flips low."""
+    """Write a markdown table with a row for each candidate, and name the candidates with few sign flips."""
     heads = [title for title, _ in _COLUMNS.values()]
     lines = ["| | " + " | ".join(heads) + " |", "|---" + "|---:" * len(heads) + "|"]
     for name, budget in results["candidates"].items():
@@ -161,8 +161,8 @@ def _check_credit(exact: Tensor, mask: Tensor, estimator: Any, outcome: Tensor, 
     """Raise UsageError if no token has an advantage, because no sign can flip then."""
     if not estimator.advantages(exact[1], mask, outcome, group_ids, None)[mask].any():
         raise UsageError(
-            f"No token has an advantage with {estimator.name}, so no sign can flip: rewards must differ within a "
-            f"group, for gtpo and grpo_s on both sides of success_threshold {estimator.config.success_threshold:g}."
+            f"No token has an advantage with {estimator.name}, so no sign can flip. Rewards must differ within a "
+            f"group; for gtpo and grpo_s, on both sides of success_threshold {estimator.config.success_threshold:g}."
         )
 
 

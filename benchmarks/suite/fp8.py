@@ -1,4 +1,4 @@
-"""``benchmark fp8``: what FP8 does to entropies, shares and advantages of given responses, without training."""
+"""``benchmark fp8``: the effect of FP8 on entropies, shares and advantages of given responses, without training."""
 
 import argparse
 from dataclasses import replace
@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> None:
     processes = layout.model_parallel_size
     for fp8 in candidates.values():
         source = check(replace(model, fp8=fp8), args.input, args.input, processes)
-    for _ in source.rows():  # a wrong line is reported before anything starts
+    for _ in source.rows():  # reports a wrong line before anything starts
         pass
     estimator = EntropyCredit(args.estimator, ESTIMATORS[args.estimator].config())
     results = compare(model, source, processes, candidates, estimator, *read_credit(args.input))

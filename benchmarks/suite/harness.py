@@ -1,8 +1,8 @@
-"""The harness of all benchmarks: times sides in turn, and reports them in one kind of table.
+"""The harness of all benchmarks: times sides in turn, and prints tables.
 
 A side is one of the things compared (a backend, a precision, a kernel): its phases by name, each a function. In each
-repetition, every phase is called on all sides before the next phase is, and a different side goes first each time, so
-a machine that slows down slows all of them. Ratios are taken within a repetition.
+repetition, every phase runs on all sides before the next phase, and a different side is first each time. A machine
+that slows down thus slows all sides. Ratios are taken within a repetition.
 """
 
 import statistics
@@ -24,7 +24,7 @@ class Measured:
 
     Fields:
         seconds: phase to the seconds of each counted repetition.
-        about: what else is known about the side, by name as in the JSON file.
+        about: other facts about the side, by name as in the JSON file.
     """
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Measured:
         return {"seconds": self.seconds, **self.about}
 
     def over(self, base: "Measured", phase: str) -> list[float]:
-        """Ratios of its seconds to ``base``'s in ``phase``, repetition by repetition; empty if either has none."""
+        """Ratios of its seconds to ``base``'s in ``phase``, by repetition; empty if either has none."""
         pairs = [side.seconds.get(phase, []) for side in (self, base)]
         return ratios(*pairs) if all(pairs) else []
 
@@ -48,7 +48,7 @@ def measure(
 ) -> dict[str, Measured]:
     """Time ``repeat`` calls of every phase of every side, after ``warm_up`` uncounted ones.
 
-    If there is a default process group, a phase begins at the same time in all of its ranks.
+    If there is a default process group, a phase begins at the same time on all ranks.
 
     Args:
         new_round: called with 0, 1, … at the beginning of each repetition, for example to make its batch; not timed.
@@ -60,7 +60,7 @@ def measure(
         new_round(repetition)
         for phase in phases:
             names = [name for name, side in sides.items() if phase in side]
-            # Backwards in every other cycle, or a side always follows the same one, which may leave a GPU hot.
+            # Reverse every other cycle: otherwise a side always follows the same one, which may heat the GPU.
             way = -1 if repetition // len(names) % 2 else 1
             for name in (names[(repetition + way * i) % len(names)] for i in range(len(names))):
                 before_each()
@@ -73,7 +73,7 @@ def measure(
 
 
 def seconds_of(run: Callable[[], Any]) -> float:
-    """Wall-clock seconds of ``run()``, including what it queues on a CUDA device but nothing queued before it."""
+    """Time ``run()`` in wall-clock seconds, including its own queued CUDA work but none queued before."""
 
     def now() -> float:
         if torch.cuda.is_initialized():
@@ -86,11 +86,11 @@ def seconds_of(run: Callable[[], Any]) -> float:
 
 
 class SquareProduct:
-    """A product of two random (n, n) matrices, whose rate MFU is relative to. Computed once on creation, as a warm-up.
+    """A product of two random (n, n) matrices; MFU is relative to its rate. Runs once on creation, as a warm-up.
 
     Args:
         side: n.
-        dtype: of both matrices and of the result.
+        dtype: dtype of both matrices and of the result.
     """
 
     def __init__(self, side: int, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -100,7 +100,7 @@ class SquareProduct:
             torch.randn(side, side, generator=generator, device=device, dtype=dtype) for _ in range(2)
         )
         self._out = torch.mm(self._left, self._right)
-        self.flops = _PRODUCTS * 2 * side**3  # of a call; a multiplication and an addition count as two
+        self.flops = _PRODUCTS * 2 * side**3  # per call; a multiplication and an addition count as two
 
     def __call__(self) -> None:
         for _ in range(_PRODUCTS):
@@ -135,6 +135,6 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
 
 
 def median_and_range(values: Iterable[float], digits: int = 2) -> str:
-    """The median and range of ``values``, as tables show ratios."""
+    """Format the median and range of ``values``, as for ratios in tables."""
     low, median, high = spread(values)
     return f"{median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"

@@ -1,6 +1,6 @@
-"""Decoder layers of one shape in bfloat16 and in FP8, side by side on the same batches.
+"""Compares decoder layers of one shape in bfloat16 and in FP8 on the same batches.
 
-It times the Megatron actor's own code on a model with few layers and a vocabulary so small that embedding and head
+It times the Megatron actor's own code on a model with few layers and a tiny vocabulary, so that embedding and head
 hardly count: ``schedule.forward``, ``schedule.forward_backward`` into float32 gradients, and ``Trainer.step``.
 """
 
@@ -28,7 +28,7 @@ from openrlhf_gtpo.platform.memory import PeakMemory
 from openrlhf_gtpo.platform.processes import run_processes
 from openrlhf_gtpo.token_values import MicroBatch
 
-PHASES = {"forward": 1, "forward_backward": 3, "train_step": 3}  # and their products, in units of a forward pass
+PHASES = {"forward": 1, "forward_backward": 3, "train_step": 3}  # and their products, in forward passes
 VOCABULARY = 1024
 # By preset. Weights, gradients and optimizer states of four precisions (18 bytes a parameter) take at most 70 GB.
 _LAYERS = {"tiny": 2, "32b": 2}
@@ -47,16 +47,16 @@ def run(args: argparse.Namespace) -> None:
         case |= {"shape": name, "config": shape.to_dict(), "absent": absent, "derived": derived(case)}
         cases.append(case)
         _print(case, args.repeat)
-        write_results(args.output, args, {"cases": cases})  # the next shape may not fit into memory
+        write_results(args.output, args, {"cases": cases})  # the next shape may run out of memory
 
 
 def case_of(args: argparse.Namespace, config: Any, chosen: dict[str, Fp8Options | None]) -> dict[str, Any]:
-    """Measure every precision, and how fast the device multiplies, in the one rank of the default group.
+    """Measure every precision, and the device's rate of multiplication, in the one rank of the default group.
 
-    The first round, in which memory is measured, is not timed.
+    The first round measures memory and is not timed.
 
     Raises:
-        UsageError: the precisions do not fit into the device's memory together.
+        UsageError: the device's memory is too small for all precisions together.
     """
     groups.initialize(Layout(), args.seed)
     config.vocab_size, config.tie_word_embeddings = VOCABULARY, False
@@ -72,7 +72,7 @@ def case_of(args: argparse.Namespace, config: Any, chosen: dict[str, Fp8Options 
             for phase in side.values():
                 phase()
             sides[name], about[name]["peak_bytes"] = side, memory.beyond()
-        except LayoutError as error:  # this device cannot do the recipe
+        except LayoutError as error:  # this device does not support the recipe
             sides[name], about[name]["failure"] = {}, str(error)
         except torch.OutOfMemoryError as error:
             others = ", ".join(sides) or "nothing"
@@ -96,8 +96,8 @@ def case_of(args: argparse.Namespace, config: Any, chosen: dict[str, Fp8Options 
 
 
 def derived(case: dict[str, Any]) -> dict[str, Any]:
-    """For each precision and phase: tokens/s and FLOP/s of each repetition, median FLOP/s over the median rate of the
-    product (MFU), and how many times as fast as bfloat16 each repetition was."""
+    """Compute for each precision and phase: tokens/s and FLOP/s of each repetition, median FLOP/s over the median rate
+    of the product (MFU), and each repetition's speed relative to bfloat16."""
     rate = statistics.median(case["matrix"]["flops_per_second"])
     by_precision: dict[str, Any] = {}
     for name, side in case["measured"].items():

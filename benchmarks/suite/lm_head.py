@@ -1,4 +1,4 @@
-"""Log-probs and entropies from hidden states: the ways of ``lm_head_ways`` side by side on the same inputs."""
+"""Compares implementations of log-probs and entropies from hidden states (``lm_head_ways``) on the same inputs."""
 
 import argparse
 import re
@@ -18,7 +18,7 @@ from openrlhf_gtpo.platform.memory import PeakMemory
 from openrlhf_gtpo.platform.processes import run_processes
 
 TEMPERATURE = 0.8
-COMPARED_TOKENS = 64  # those compared with float64
+COMPARED_TOKENS = 64  # tokens compared with float64
 LOGIT_SCALE = 3.0  # standard deviation of the logits: entropies like those of a language model
 PHASES = ("forward", "forward_backward")
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
         }
         cases.append(case)
         _print(case, args.repeat)
-        write_results(args.output, args, {"cases": cases})  # the next one may not fit into memory
+        write_results(args.output, args, {"cases": cases})  # the next one may run out of memory
     if args.png:
         from benchmarks.suite.plots import plot_lm_head
 
@@ -56,19 +56,19 @@ def run(args: argparse.Namespace) -> None:
 
 
 def measure_ways(shape: dict[str, Any], repeat: int, seed: int) -> tuple[dict[str, Measured], dict[str, str]]:
-    """Measure every way, in every rank of the default group, which shards the vocabulary; return the measurements by
-    name, and why other ways are absent.
+    """Measure every implementation, in every rank of the default group, which shards the vocabulary; return the
+    measurements by name, and why others are absent.
 
-    The first round, in which memory and errors are measured, is not timed. Recorded with the seconds of each way:
-    ``extra_bytes``: phase to the peak beyond inputs, outputs and gradients, None if it cannot be measured;
-    ``log_prob_error``, ``entropy_error``: greatest difference from float64, in nats, None if there is nothing to
-    compare; ``failure``: phase to why there is no number.
+    The first round measures memory and errors and is not timed. Recorded with each one's seconds: ``extra_bytes``: by
+    phase, the peak beyond inputs, outputs and gradients, None if it cannot be measured; ``log_prob_error``,
+    ``entropy_error``: maximum difference from float64, in nats, None if there is nothing to compare; ``failure``: by
+    phase, why there is no number.
 
     Args:
         shape: ``tokens`` T, hidden ``width`` H, ``vocabulary`` columns V over all ranks, and the inputs' ``dtype``.
 
     Raises:
-        UsageError: one of several ranks is out of memory, which the others would wait for.
+        UsageError: one of several ranks is out of memory, and the others would wait for it.
     """
     ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     problem, full_weight = _problem(shape, seed, ranks, rank)
@@ -121,7 +121,7 @@ def _exact(hidden: Tensor, weight: Tensor, labels: Tensor) -> Outputs:
 def _probe(phase: str, call: Phase, problem: Problem, exact: Outputs, about: dict[str, Any]) -> None:
     """Record memory and errors of one call, which also warms up."""
     problem.drop_gradients()
-    call(problem.first_tokens(8))  # what a process allocates once: compiled kernels, workspaces
+    call(problem.first_tokens(8))  # one-time allocations: compiled kernels, workspaces
     problem.drop_gradients()
     memory = PeakMemory()
     try:

@@ -1,5 +1,5 @@
-"""Ways from hidden states to log-probs and entropies: the bare product, upstream's, those of other libraries if they
-are installed, and this package's."""
+"""Implementations of log-probs and entropies from hidden states: the bare product, upstream's, other libraries' if
+they are installed, and this package's."""
 
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ _PRODUCT_BYTES = 2**30  # of logits at a time
 
 @dataclass(frozen=True)
 class Problem:
-    """The input of every way: hidden (T, H), this rank's weight (V / TP, H), labels (T,) over the whole vocabulary."""
+    """The input of each: hidden (T, H), this rank's weight (V / TP, H), labels (T,) over the whole vocabulary."""
 
     hidden: Tensor
     weight: Tensor
@@ -36,14 +36,14 @@ class Problem:
 
 Outputs = tuple[Tensor, Tensor | None]  # log-probs (T,) and entropies (T,)
 Run = Callable[[Problem], Outputs]
-Phase = Callable[[Problem], Outputs | None]  # None for the bare product, which gives neither
+Phase = Callable[[Problem], Outputs | None]  # None for the bare product, which has neither
 # A forward pass, and a forward and backward pass that leaves gradients of the log-probs' sum in ``hidden.grad`` and
 # ``weight.grad``.
 Way = tuple[Phase, Phase]
 
 
 def ways(*, cuda: bool, sharded: bool) -> tuple[dict[str, Way], dict[str, str]]:
-    """The ways that can run here, by name, with the bare product first; and why the others cannot.
+    """Return the implementations that can run here, by name, with the bare product first, and why others cannot.
 
     Args:
         cuda: True if the problems are on a CUDA device.
@@ -133,7 +133,7 @@ def _verl(cuda: bool, sharded: bool) -> Run:
 
 
 class _Product:
-    """The products alone, into preallocated memory: fresh pages would cost as much as a fourth of the time."""
+    """Only the products, into preallocated memory: fresh pages would cost up to a fourth of the time."""
 
     def __init__(self) -> None:
         self._memory: dict[str, Tensor] = {}
@@ -146,7 +146,7 @@ class _Product:
 
     @torch.no_grad()
     def forward_backward(self, problem: Problem) -> None:
-        """The logits twice, and the two products with their gradient: the minimum for a way that keeps no logits."""
+        """Compute the logits twice, and the two products with their gradient: the minimum without kept logits."""
         d_hidden = self._place("hidden", problem.hidden, problem.hidden.shape)
         d_weight = self._place("weight", problem.weight, problem.weight.shape)
         start = 0

@@ -1,5 +1,5 @@
-"""An agent for ``--train.agent_func_path`` whose responses' lengths have a long tail, as a reasoning model's have: for
-measurements with a model that would end all of them early. Lengths are log-uniform from 64 to 768 tokens."""
+"""An agent for ``--train.agent_func_path`` whose response lengths have a long tail, like a reasoning model's. For
+measurements with a model that would end all responses early. Lengths are log-uniform from 64 to 768 tokens."""
 
 import random
 from typing import Any
@@ -10,7 +10,7 @@ SHORTEST, LONGEST = 64, 768
 
 
 class AgentExecutor(AgentExecutorBase):
-    """A quarter of the responses is right, whatever they say."""
+    """Counts a quarter of the responses as right, independent of their text."""
 
     async def execute(
         self,

@@ -1,4 +1,4 @@
-"""``benchmark mismatch``: how far the values that a step was trained on are from the policy that sampled it."""
+"""``benchmark mismatch``: the difference between a step's training values and the policy that sampled it."""
 
 import argparse
 
@@ -13,11 +13,11 @@ from openrlhf_gtpo.training.settings.guard import check_openrlhf
 
 
 def run(args: argparse.Namespace) -> None:
-    """Score a dump's rollout again, compare log-probs, entropies and the dump's own credit, and report."""
+    """Score a dump's rollout again, compare log-probs, entropies and advantages, and report."""
     dump = read_dump(args.dump)
     columns, settings = dump.columns, dump.settings
     if columns["entropy"] is None or settings["config"] is None:
-        raise UsageError(f"{args.dump} has no entropy credit to compare: its estimator is {settings['estimator']}.")
+        raise UsageError(f"{args.dump} has no entropies to compare: its estimator is {settings['estimator']}.")
     check_openrlhf()
     platform.choose()
     from benchmarks.suite.credit_errors import compare_rollout, table
@@ -28,12 +28,12 @@ def run(args: argparse.Namespace) -> None:
     vocabulary = settings.get("vocabulary")  # version 1 has none
     if vocabulary and vocabulary != vocabulary_digest(Model(args.model, "--model").tokenizer):
         raise UsageError(
-            f"{args.dump} has token ids of {settings['model']}, which mean others to --model {args.model}."
+            f"{args.dump} has token ids of {settings['model']}, but --model {args.model} has another vocabulary."
         )
     name = settings["estimator"]
     estimator = EntropyCredit(name, ESTIMATORS[name].config(**settings["config"]))
     model = ScoreModel(args.model, temperature=settings["temperature"], max_tokens=args.max_tokens)
-    # What the step was trained on, without the guide's rows if it is the sampler's.
+    # The values that the step was trained on, without the guide's rows if they come from the sampler.
     prompts, tokens, mask, *recorded = (
         columns[name].rows() for name in ("prompt_tokens", "tokens", "mask", "log_probs", "entropy")
     )
@@ -61,5 +61,5 @@ def run(args: argparse.Namespace) -> None:
         f"log-probs and entropies of {source} against {args.model}."
     )
     if left_out:
-        print(f"Rows of the guide, which the policy's sampler has not seen, are left out: {left_out}.")
+        print(f"Left out: {left_out} rows of the guide, for which the policy's sampler has no values.")
     print(table(results))

@@ -1,7 +1,7 @@
-"""The cost of entropy credit: the same batches through upstream's group_norm and through GTPO.
+"""The cost of GTPO: the same batches with upstream's group_norm and with GTPO.
 
-A step is what the algorithm touches: old-policy forward, shaping and training. Sampling and weight sync are the same
-for all and would only dilute the ratio. Three policies live side by side as real Ray actors with real DeepSpeed:
+A step is the part that depends on the algorithm: old-policy forward pass, shaping and training. Sampling and weight
+sync are the same for all and would only dilute the ratio. Three policies run as real Ray actors with real DeepSpeed:
 
 * ``upstream``: OpenRLHF's own actor and ``group_norm``;
 * ``group_norm``: the same estimator on this package's policy model, whose LM head skips prompts;
@@ -47,7 +47,7 @@ class UpstreamPolicy(Policy):
 def run(args: argparse.Namespace) -> None:
     """Measure the three variants, and print and write the results."""
     rows = args.prompts * args.samples
-    if rows % args.micro_batch_size:  # which DeepSpeed refuses under upstream's strategy
+    if rows % args.micro_batch_size:  # DeepSpeed rejects others under upstream's strategy
         raise UsageError(
             f"--micro-batch-size {args.micro_batch_size} does not divide the {rows} responses of a step "
             f"(--prompts {args.prompts} x --samples {args.samples}); give a divisor of {rows}."
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
     start_ray(parsed, gpus=3)
     try:
         policies: dict[str, Policy] = {"upstream": UpstreamPolicy([*argv, "group_norm"])}
-        patch.apply(parsed)  # from here on the DeepSpeed strategy is this package's
+        patch.apply(parsed)  # replaces the DeepSpeed strategy from here on
         for name in ("group_norm", "gtpo"):
             policies[name] = Policy([*argv, name], ray.remote(EntropyPolicyActor))
 

@@ -1,5 +1,5 @@
-"""Plots of benchmark results, as PNG: the times of ``lm-head`` over the bare product's, and the phases of the steps of
-``train``. Must not import torch."""
+"""Plots of benchmark results, as PNG: the times of ``lm-head`` relative to the bare product, and the phases of
+``train``'s steps. Must not import torch."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ _IDLE_COLOR = "#CCCCCC"
 
 
 def plot_lm_head(cases: Sequence[Mapping[str, Any]], png_path: str | Path) -> Path:
-    """A row of two panels per case; bars are medians, whiskers the range. Parents of ``png_path`` are created."""
+    """Plot a row of two panels per case; bars are medians, whiskers the range. Creates the parents of ``png_path``."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(11, 0.9 + 2.6 * len(cases)), layout="constrained")
         panels = figure.subplots(len(cases), len(_LM_HEAD), squeeze=False)
@@ -42,8 +42,8 @@ def plot_lm_head(cases: Sequence[Mapping[str, Any]], png_path: str | Path) -> Pa
 
 
 def plot_step_phases(results: Mapping[str, Any], png_path: str | Path) -> Path:
-    """A stacked bar of seconds for each configuration, and beside it tokens/s/GPU over the first's, by phase; whiskers
-    are the whole range over the alternations. Parents of ``png_path`` are created."""
+    """Plot a stacked bar of seconds for each configuration, and tokens/s/GPU by phase relative to the first; whiskers
+    are the range over rounds. Creates the parents of ``png_path``."""
     many = bool(results["ratios"])
     bars = len(results["summary"])
     height = 1.9 + max(0.55 * bars, 0.3 * len(COUNTED) * len(results["ratios"]))
@@ -95,7 +95,7 @@ def _ratios(axes: Axes, results: Mapping[str, Any]) -> None:
                 continue
             low, median, high = ratios[phase]
             where = row + (index - (len(results["ratios"]) - 1) / 2) * width
-            color = str(0.35 + 0.5 * index / len(results["ratios"]))  # a gray: the other colors stand for phases
+            color = str(0.35 + 0.5 * index / len(results["ratios"]))  # gray, because the other colors stand for phases
             label = name if row == 0 else None
             spread = ([median - low], [high - median])
             axes.barh(where, median, width * 0.9, xerr=spread, color=color, label=label, error_kw={"elinewidth": 1})

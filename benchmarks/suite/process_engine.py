@@ -1,4 +1,4 @@
-"""An engine without vLLM or Ray, to measure and test transfer alone: processes that load a plain model by name."""
+"""An engine without vLLM or Ray, to measure and test only the transfer: processes that load a plain model by name."""
 
 import multiprocessing
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class PlainModel(torch.nn.Module):
-    """A model with parameters of the given names and shapes, which computes nothing."""
+    """A model that only has parameters of the given names and shapes."""
 
     def __init__(self, shapes: Shapes, device: torch.device) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class PlainModel(torch.nn.Module):
             owner.register_parameter(leaf, torch.nn.Parameter(weight, requires_grad=False))
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Copy every tensor into the parameter of its name; returns the names."""
+        """Copy every tensor into the parameter of its name; return the names."""
         parameters = dict(self.named_parameters())
         loaded = set()
         for name, tensor in weights:
@@ -59,7 +59,7 @@ class ProcessEngine:
 
     Args:
         shapes: name to full shape of the model's parameters.
-        devices: where each worker's model lives.
+        devices: each worker's device.
         worker: class that each process creates with its rank, the shapes and its device.
     """
 
@@ -89,7 +89,7 @@ class ProcessEngine:
         return [result for result, _ in answers]
 
     def close(self) -> None:
-        """End the processes, whatever they are doing."""
+        """End the processes at once."""
         for process in self.processes:
             process.kill()
             process.join()

@@ -1,4 +1,4 @@
-"""A model of a given shape with random weights, for measurements: no checkpoint is written or read."""
+"""A model of a given shape with random weights, for measurements without a checkpoint."""
 
 import json
 import tempfile
@@ -17,7 +17,7 @@ WEIGHT_STD = 0.02  # Qwen2.5's initializer_range
 
 @torch.no_grad()
 def random_model(config: Mapping[str, Any], options: ModelOptions, seed: int) -> LoadedModel:
-    """This rank's part of a model with random weights, on the groups that ``groups.initialize`` made.
+    """Make this rank's part of a model with random weights, on the groups of ``groups.initialize``.
 
     Matrices are normal with a standard deviation of 0.02, norms 1 and biases 0. The same seed and layout give the same
     weights, with and without FP8.

@@ -1,4 +1,4 @@
-"""Results of a measurement on disk: JSON, with the settings and the machine that gave them."""
+"""Results of a measurement on disk: JSON, with the settings and the machine."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ _PACKAGES += ["transformer-engine", "liger-kernel"]
 
 
 def write_results(path: Path | None, args: argparse.Namespace, results: Mapping[str, Any]) -> None:
-    """Write ``results`` as JSON, with the settings in ``args`` and the machine. Parents of ``path`` are created; None
+    """Write ``results`` as JSON, with the settings in ``args`` and the machine. Creates the parents of ``path``; None
     writes nothing."""
     if path is None:
         return

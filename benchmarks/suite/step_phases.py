@@ -1,6 +1,6 @@
 """Where the time of training steps went, from a run's metrics: seconds, tokens/s/GPU, shares, MFU, idle time, memory.
 
-Arithmetic on what the trainer logs. Must not import torch.
+Arithmetic on the trainer's metrics. Must not import torch.
 """
 
 import statistics
@@ -14,11 +14,11 @@ from openrlhf_gtpo.report.metrics import Rows, is_number
 STEP, IDLE = "step", "idle"
 
 _RESPONSE = "response tokens"
-_SAMPLED = "sampled tokens"  # response tokens where these are not known: in a replay and in older files
+_SAMPLED = "sampled tokens"  # a replay and older files have only response tokens
 _ALL = "prompt and response tokens"
 _PASSES = "prompt and response tokens, in every epoch"
 
-# The parts of a step: the metric with their seconds, and the real tokens (never padding) that their tokens/s count.
+# The parts of a step: the metric with their seconds, and the tokens (without padding) of their tokens/s.
 PHASES = {
     "rollout": (names.timing(names.GENERATION), _SAMPLED),
     "old_log_probs": (names.timing(names.OLD_LOG_PROBS), _ALL),
@@ -34,12 +34,12 @@ class Setup:
     """What the numbers of a configuration depend on.
 
     Fields:
-        gpus: GPUs that the run holds; on a CPU host, the processes that stand for one each.
-        busy: phase to how many of them work in it.
-        passes: phase to its floating-point operations, in forward passes of the policy. A backward pass counts as two;
+        gpus: GPUs of the run; on a CPU host, the processes that replace them.
+        busy: by phase, how many of them work in it.
+        passes: by phase, its floating-point operations in forward passes of the policy. A backward pass counts as two;
             recomputed activations add nothing.
         epochs: passes of training over a rollout.
-        precision: phase to the number format of its matrix products.
+        precision: by phase, the number format of its matrix products.
     """
 
     gpus: int
@@ -50,7 +50,7 @@ class Setup:
 
 
 def measured_steps(rows: Rows, warmup: int, steps: int) -> list[Mapping[str, Any]]:
-    """The ``steps`` training steps after the first ``warmup`` ones.
+    """Return the ``steps`` training steps after the first ``warmup`` ones.
 
     Raises:
         ValueError: there are fewer steps, or one lacks a metric.
@@ -69,14 +69,14 @@ def measured_steps(rows: Rows, warmup: int, steps: int) -> list[Mapping[str, Any
 
 
 def of_run(rows: Rows, setup: Setup) -> dict[str, Any]:
-    """The phases of the steps that one run measured (see :func:`measured_steps`).
+    """Compute the phases of one run's measured steps (see :func:`measured_steps`).
 
     Returns:
         ``phases``: for each phase and the whole ``step``, ``seconds`` and ``tokens`` of a step (means), ``share`` of
         the step, ``tokens_per_second_per_gpu``, and ``flops`` of a step, None if the model's are unknown. With
-        ``--train.async_enable``, ``rollout`` has the seconds that engines took, at the same time as others.
-        ``idle``: ``seconds`` and ``share`` of a step outside any phase, and ``gpu_share``, the part of the GPUs' time
-        in which they had no phase to work in. ``peak_memory_gib``: ``process/phase`` to the maximum over steps.
+        ``--train.async_enable``, ``rollout`` has the engines' seconds, which overlap with other phases.
+        ``idle``: ``seconds`` and ``share`` of a step outside any phase, and ``gpu_share``, the share of the GPUs' time
+        without a phase. ``peak_memory_gib``: ``process/phase`` to the maximum over steps.
     """
     step_seconds = _mean(rows, names.TIMING_STEP_WALL)
     prompt, response = _mean(rows, names.TOKENS_PROMPT), _mean(rows, names.TOKENS_RESPONSE)
@@ -98,13 +98,13 @@ def of_run(rows: Rows, setup: Setup) -> dict[str, Any]:
             "flops": None if forward is None else passes * forward,
         }
 
-    # Log-probs that no model is asked for (0 passes) handle no tokens.
+    # Log-probs without a forward pass (0 passes) have no tokens.
     handled = {name: tokens[counted] * (setup.passes.get(name) != 0) for name, (_, counted) in PHASES.items()}
     phases = {
         name: numbers(_mean(rows, timing), handled[name], passes.get(name, 0)) for name, (timing, _) in PHASES.items()
     }
     idle = step_seconds - sum(phase["seconds"] for phase in phases.values())
-    if all(is_number(row.get(names.TIMING_ROLLOUT)) for row in rows):  # sampled while the step before trained
+    if all(is_number(row.get(names.TIMING_ROLLOUT)) for row in rows):  # sampled during the previous step
         phases["rollout"] = numbers(_mean(rows, names.TIMING_ROLLOUT), handled["rollout"], passes.get("rollout", 0))
     working = sum(phase["seconds"] * setup.busy.get(name, 0) for name, phase in phases.items())
     phases[STEP] = numbers(step_seconds, tokens[_ALL], sum(passes.values()))
@@ -116,11 +116,11 @@ def of_run(rows: Rows, setup: Setup) -> dict[str, Any]:
 
 
 def summary(runs: Sequence[Mapping[str, Any]], flops_per_second: float | None) -> dict[str, Any]:
-    """Medians over the runs of one configuration, in the shape of :func:`of_run`, with ``mfu`` added to each phase.
+    """Compute medians over the runs of one configuration, in the format of :func:`of_run`, plus ``mfu`` of each phase.
 
     Args:
         runs: results of :func:`of_run`.
-        flops_per_second: what a large matrix product reaches, over all the GPUs that a run holds; None for no MFU.
+        flops_per_second: rate of a large matrix product, over all GPUs of a run; None for no MFU.
     """
 
     def medians(parts: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
@@ -135,7 +135,7 @@ def summary(runs: Sequence[Mapping[str, Any]], flops_per_second: float | None) -
         return {**phase, "mfu": phase["flops"] / phase["seconds"] / flops_per_second if known else None}
 
     first = runs[0]
-    peaks = [run["peak_memory_gib"] for run in runs]  # an audit that fails in one run has the actor work in that one
+    peaks = [run["peak_memory_gib"] for run in runs]  # a failed audit makes the actor work in that run
     return {
         "phases": {name: medians([with_mfu(run["phases"][name]) for run in runs]) for name in first["phases"]},
         IDLE: medians([run[IDLE] for run in runs]),
@@ -144,9 +144,9 @@ def summary(runs: Sequence[Mapping[str, Any]], flops_per_second: float | None) -
 
 
 def ratios(base: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The speed of ``other`` as a multiple of that of ``base``: tokens/s/GPU of each phase and of the step.
+    """Compute the speed of ``other`` relative to ``base``: tokens/s/GPU of each phase and of the step.
 
-    Both hold one run per alternation, in order. A value is (lowest, median, highest) over the alternations.
+    Both have one run per round, in order. A value is (lowest, median, highest) over the rounds.
     """
     by_phase = {}
     for phase in (*PHASES, STEP):

@@ -1,4 +1,4 @@
-"""Synthetic inputs of benchmarks: random-weight models, the precisions to measure them in, and response lengths."""
+"""Synthetic inputs of benchmarks: models with random weights, precisions to measure, and response lengths."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,21 +20,21 @@ _TAIL = 0.9
 
 
 def read_shape(name: str, layers: int | None = None) -> Any:
-    """Transformers' configuration of the model ``name``: a preset, a ``config.json``, or a folder with one.
+    """Read Transformers' configuration of the model ``name``: a preset, a ``config.json``, or a folder with one.
 
     Args:
-        layers: number of decoder layers to give it; None keeps its own.
+        layers: number of decoder layers to set; None keeps the model's.
 
     Raises:
-        UsageError: no such preset or file, or an architecture whose layers the Megatron actor or
-            :func:`openrlhf_gtpo.model_shape.decoder_flops` does not know.
+        UsageError: no such preset or file, or an architecture that the Megatron actor or
+            :func:`openrlhf_gtpo.model_shape.decoder_flops` does not support.
     """
     from transformers import AutoConfig
 
     fields = read_config(name)
     if layers is not None:
         fields["num_hidden_layers"] = layers
-        fields.pop("layer_types", None)  # one entry per layer; Transformers fills it in again
+        fields.pop("layer_types", None)  # one entry per layer; Transformers fills it in
     try:
         config = AutoConfig.for_model(**fields)
         check_architecture(config)
@@ -51,7 +51,7 @@ def write_random_checkpoint(config: Any, folder: Path, seed: int) -> None:
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(seed)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a processor draws numbers for a minute
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # drawing numbers on a CPU takes a minute
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     torch.cuda.empty_cache()
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<end>": 1}, unk_token="<pad>"))
@@ -59,8 +59,8 @@ def write_random_checkpoint(config: Any, folder: Path, seed: int) -> None:
 
 
 def fp8_options(recipe: str, *, cuda: bool) -> Fp8Options:
-    """Transformer Engine's options on a CUDA host: E4M3 throughout for ``blockwise``, which is its default, and hybrid
-    for the others; elsewhere those of the emulation, which has the same formats."""
+    """Return FP8 options: Transformer Engine's on a CUDA host, otherwise the emulation's, with the same formats: E4M3
+    throughout for ``blockwise``, which is its default, and hybrid for the others."""
     if not cuda:
         return Fp8Options("emulated", recipe)
     return Fp8Options("e4m3" if recipe == "blockwise" else "hybrid", recipe)
@@ -69,11 +69,11 @@ def fp8_options(recipe: str, *, cuda: bool) -> Fp8Options:
 def precisions(
     recipes: Sequence[str], config: Any, *, cuda: bool, primary_weights: bool = False
 ) -> tuple[dict[str, Fp8Options | None], dict[str, str]]:
-    """Options by name, with :data:`BF16` first; and why recipes that the model's widths rule out are absent.
+    """Return options by name, with :data:`BF16` first, and why recipes are absent that the model's widths rule out.
 
     Args:
         config: the model's Transformers configuration.
-        primary_weights: adds each recipe with FP8 primary weights, if it can have them.
+        primary_weights: adds each recipe with FP8 primary weights, if it supports them.
     """
     available: dict[str, Fp8Options | None] = {BF16: None}
     absent = {}
@@ -90,13 +90,14 @@ def precisions(
 
 
 def even_lengths(rows: int, longest: int, seed: int) -> Tensor:
-    """(B,) response lengths, uniform from half of ``longest`` to all of it."""
+    """Draw (B,) response lengths, uniform from half of ``longest`` to all of it."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(max(1, longest // 2), longest + 1, (rows,), generator=generator)
 
 
 def long_tailed_lengths(rows: int, longest: int, seed: int) -> Tensor:
-    """(B,) response lengths, log-normal with median ``longest / 6``, cut off at ``longest`` as by a token limit."""
+    """Draw (B,) response lengths, log-normal with median ``longest / 6``, truncated at ``longest`` like a token
+    limit."""
     generator = torch.Generator().manual_seed(seed)
     lengths = longest / 6 * (_TAIL * torch.randn(rows, generator=generator)).exp()
     return lengths.round().clamp(1, longest).long()

@@ -30,9 +30,9 @@ from openrlhf_gtpo.report.metrics import phase_file, read_runs
 
 COMMAND = (sys.executable, "-m", "openrlhf_gtpo.cli.train_ppo_ray")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_MATRIX = {"cuda": 8192, "cpu": 512}  # a core without AVX-512 makes 0.7 GFLOP/s in bf16
+_MATRIX = {"cuda": 8192, "cpu": 512}  # a core without AVX-512 reaches 0.7 GFLOP/s in bf16
 _POLL_SECONDS = 0.5
-_SECONDS_TO_END = 120  # for Ray to end engines and actors
+_SECONDS_TO_END = 120  # time for Ray to end engines and actors
 _LAST_LINES = 20
 
 
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
     """Check every configuration, run them, and print, write and draw the results.
 
     Raises:
-        UsageError: a configuration cannot work, or has different work from the first; raised before any run.
+        UsageError: a configuration cannot work, or has a different workload from the first; raised before any run.
         TrainingStopped: a run did not complete its steps.
     """
     if len(args.compare) == 1:
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
     compare = split_compare(args.compare) or {"this": []}
     chosen = configurations(args.trainer_flags, compare, args.warmup + args.steps)
     folder = _new_folder(args.runs or Path("runs") / f"benchmark_train-{datetime.now():%Y%m%d-%H%M%S}")
-    # A terminated benchmark ends its trainer, as an interrupted one does.
+    # SIGTERM ends the benchmark's trainer too, like Ctrl-C.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     results = measure_runs(chosen, args, folder)
     print_phases(results)
@@ -64,7 +64,7 @@ def measure_runs(chosen: Sequence[Configuration], args: argparse.Namespace, fold
     """Run every configuration ``args.repeat`` times, with a different one first each time.
 
     Returns:
-        ``configurations``: name to ``flags``, ``setup``, and ``runs`` with the ``rows`` of metrics and the result of
+        ``configurations``: by name, ``flags``, ``setup``, and ``runs`` with the ``rows`` of metrics and the result of
         ``step_phases.of_run``; ``matrix``: ``side``, ``dtype`` and, by number of GPUs, ``flops_per_second`` of the
         product that MFU is relative to, measured after every round; ``summary`` and ``ratios`` of the runs.
     """
@@ -86,7 +86,7 @@ def measure_runs(chosen: Sequence[Configuration], args: argparse.Namespace, fold
     def multiply() -> None:
         for gpus, rounds in rates.items():
             rounds.append(measured_rate(gpus, side, dtype))
-        write_results(args.output, args, {"runs": runs, "flops_per_second": rates})  # should a later round fail
+        write_results(args.output, args, {"runs": runs, "flops_per_second": rates})  # in case a later round fails
 
     sides: dict[str, Any] = {config.name: {"train": partial(train, config)} for config in chosen}
     measure(sides | {"": {"product": multiply}}, args.repeat, warm_up=0)
@@ -106,13 +106,13 @@ def run_trainer(name: str, argv: Sequence[str], folder: Path, steps: int) -> lis
     """Train with ``argv`` for ``steps`` steps, without evaluating or saving anything; return the lines of metrics.
 
     Args:
-        name: of the run, for messages.
+        name: the run's name, for messages.
         argv: the trainer's flags.
         folder: a new one, for ``metrics.jsonl`` and ``train.log``; every node of a cluster must see it.
-        steps: the number after which the trainer is ended; no model or checkpoint is left behind.
+        steps: number of steps after which the trainer is ended. It leaves no model or checkpoint.
 
     Raises:
-        TrainingStopped: it ended by itself, after fewer steps; the message has its last words and the path of its log.
+        TrainingStopped: the trainer ended after fewer steps. The message has its last lines and the path of its log.
     """
     folder.mkdir(parents=True)
     metrics, log = folder / "metrics.jsonl", folder / "train.log"
@@ -133,13 +133,13 @@ def run_trainer(name: str, argv: Sequence[str], folder: Path, steps: int) -> lis
                 if num_steps >= steps:
                     return rows
                 if ended:
-                    guess = "its data may be used up" if rows else f"{folder} has to be a folder that every node sees"
+                    guess = "its data may be used up" if rows else f"{folder} must be a folder that every node sees"
                     guess = "" if process.returncode else f" ({guess})"
                     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
                     last_words = [line for line in lines if line.startswith("train_ppo_ray")] or lines[-_LAST_LINES:]
                     raise TrainingStopped(
                         f"{name} ended with exit code {process.returncode} after {num_steps} of {steps} steps; the "
-                        f"whole log: {log}{guess}. Its last words:\n" + "\n".join(f"  {line}" for line in last_words)
+                        f"whole log: {log}{guess}. Its last lines:\n" + "\n".join(f"  {line}" for line in last_words)
                     )
                 time.sleep(_POLL_SECONDS)
         finally:
@@ -149,16 +149,17 @@ def run_trainer(name: str, argv: Sequence[str], folder: Path, steps: int) -> lis
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-            for place in weights.values():  # left by a run that reached its own end, or was asked to stop
+            for place in weights.values():  # left by a run that ended by itself or stopped on request
                 shutil.rmtree(place, ignore_errors=True)
-            phase_file(metrics).unlink(missing_ok=True)  # left by one that was stopped
+            phase_file(metrics).unlink(missing_ok=True)  # left by a run that was killed
 
 
 def measured_rate(gpus: int, side: int, dtype: str) -> float:
-    """FLOP/s of all ``gpus`` together, each multiplying (side, side) matrices of ``dtype`` ("bf16" or "fp16").
+    """Measure the FLOP/s of all ``gpus`` with products of (side, side) matrices of ``dtype`` ("bf16" or "fp16").
 
-    GPUs are assumed to be alike, so one is measured; the processes that stand for GPUs on a CPU host share its cores,
-    and are measured together. Nothing else may use them. With RAY_ADDRESS the cluster measures, otherwise this host.
+    GPUs are assumed to be equal, so one is measured. On a CPU host, the processes that replace GPUs share its cores
+    and are measured together. Nothing else may use them. With RAY_ADDRESS the measurement runs on the cluster,
+    otherwise on this host.
     """
     measured = 1 if platform.detect() == "cuda" else gpus
     if os.environ.get("RAY_ADDRESS"):
@@ -169,7 +170,7 @@ def measured_rate(gpus: int, side: int, dtype: str) -> float:
 
 
 def _rate_of_all(side: int, dtype: str) -> float:
-    """The sum of the ranks' rates, measured at the same time in each rank of the default group."""
+    """Sum the rates of all ranks of the default group, measured at the same time."""
     product = SquareProduct(side, DTYPES[dtype])
     torch.distributed.barrier()
     rates: list[Any] = [None] * torch.distributed.get_world_size()
@@ -180,7 +181,7 @@ def _rate_of_all(side: int, dtype: str) -> float:
 def _rate_on_cluster(processes: int, side: int, dtype: str) -> float:
     import ray
 
-    ray.cloudpickle.register_pickle_by_value(harness)  # a node of the cluster may have the package alone
+    ray.cloudpickle.register_pickle_by_value(harness)  # a node of the cluster may have only the package
     ray.init()
     try:
         product = ray.remote(num_gpus=1)(SquareProduct)
@@ -195,14 +196,14 @@ def _new_folder(path: Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
         if any(path.iterdir()):
-            raise UsageError(f"--runs {path} holds files already; give a new folder.")
+            raise UsageError(f"--runs {path} already has files; give a new folder.")
     except OSError as error:
-        raise UsageError(f"--runs {path} cannot be made: {error.strerror}.") from error
+        raise UsageError(f"--runs {path} cannot be created: {error.strerror}.") from error
     return path.resolve()
 
 
 def print_phases(results: Mapping[str, Any]) -> None:
-    """Print ``results``, which ``--output`` writes: a table for each configuration, and one of the ratios."""
+    """Print ``results``: a table for each configuration, and one of the ratios."""
     for name, measured in results["configurations"].items():
         setup, runs, medians = measured["setup"], measured["runs"], results["summary"][name]
         peaks = (f"{k.replace('/', ' in ').replace('_', ' ')} {v:.2f}" for k, v in medians["peak_memory_gib"].items())
@@ -226,7 +227,7 @@ def print_phases(results: Mapping[str, Any]) -> None:
     for gpus, rounds in product["flops_per_second"].items():
         print(
             f"MFU is over the {product['dtype']} product of {product['side']} x {product['side']} matrices on {gpus} "
-            f"GPUs or the processes that stand for them: {min(rounds) / 1e12:.3g} to {max(rounds) / 1e12:.3g} TFLOP/s."
+            f"GPUs or the processes that replace them: {min(rounds) / 1e12:.3g} to {max(rounds) / 1e12:.3g} TFLOP/s."
         )
 
 

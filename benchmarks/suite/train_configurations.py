@@ -1,4 +1,4 @@
-"""The configurations that ``benchmark train`` runs: each parsed and checked as by the trainer, before any starts."""
+"""The configurations of ``benchmark train``, all parsed and checked by the trainer's rules before any starts."""
 
 import re
 import shlex
@@ -15,7 +15,7 @@ from openrlhf_gtpo.training.credit.old_policy import always_forwards, count_rows
 from openrlhf_gtpo.training.host import gpus_of
 from openrlhf_gtpo.training.settings.megatron_flags import fp8_of
 
-# Flags that all configurations must share, so that they are given the same work.
+# Flags that must be equal in all configurations, so that the workload is the same.
 _SAME = (
     *("train.seed", "data.prompt_dataset", "data.prompt_split", "data.prompt_probs", "data.input_key", "data.max_len"),
     *("data.max_samples", "data.input_template", "data.apply_chat_template", "rollout.batch_size"),
@@ -32,7 +32,7 @@ class Configuration:
     Fields:
         name: as the user gave it.
         argv: the trainer's flags.
-        setup: for the arithmetic of its phases.
+        setup: inputs for the arithmetic of its phases.
         dtype: "bf16" or "fp16", of the matrix product that MFU is relative to.
     """
 
@@ -57,11 +57,11 @@ def split_compare(words: Sequence[str]) -> dict[str, list[str]]:
                 "--compare megatron='--actor.backend megatron'."
             )
         if name in by_name:
-            raise UsageError(f"--compare names {name} twice; give each configuration a name of its own.")
+            raise UsageError(f"--compare has {name} twice; give each configuration its own name.")
         try:
             by_name[name] = shlex.split(flags)
         except ValueError as error:
-            raise UsageError(f"--compare {name}: its flags {flags!r} cannot be split into words: {error}.") from error
+            raise UsageError(f"--compare {name}: the shell syntax of {flags!r} is wrong: {error}.") from error
     return by_name
 
 
@@ -70,11 +70,11 @@ def configurations(common: Sequence[str], compare: Mapping[str, Sequence[str]], 
 
     Args:
         common: the trainer's flags for all of them.
-        compare: name to the flags that this configuration adds; a later flag wins over an earlier one.
-        steps: number of steps that each run will make.
+        compare: by name, the flags that a configuration adds. A later flag overrides an earlier one.
+        steps: number of steps of each run.
 
     Raises:
-        UsageError: the trainer refuses a configuration, which is named; work that cannot be compared; too little data.
+        UsageError: the trainer rejects a configuration, the workloads differ, or there is too little data.
     """
     checked: list[Configuration] = []
     first: Arguments | None = None
@@ -91,17 +91,17 @@ def configurations(common: Sequence[str], compare: Mapping[str, Sequence[str]], 
             value, first_value = attrgetter(flag)(args), attrgetter(flag)(first)
             if value != first_value:
                 raise UsageError(
-                    f"--{flag} is {value} in configuration {name} and {first_value} in {checked[0].name}; both have "
-                    "to be given the same work, so put it among the common flags behind --."
+                    f"--{flag} is {value} in configuration {name} and {first_value} in {checked[0].name}; "
+                    "configurations must have the same workload, so move it to the common flags after --."
                 )
         checked.append(Configuration(name, argv, setup_of(args), _dtype(args)))
     if len({configuration.dtype for configuration in checked}) > 1:
-        raise UsageError("--ds.param_dtype differs between the configurations; MFU is over one product of one dtype.")
+        raise UsageError("--ds.param_dtype differs between the configurations; give all the same, for one MFU.")
     return checked
 
 
 def setup_of(args: Arguments) -> Setup:
-    """GPUs, operations and precisions of a run with ``args``, placed as OpenRLHF's ``train`` places its groups."""
+    """Return GPUs, operations and precisions of a run with ``args``, with groups placed as by OpenRLHF's ``train``."""
     gpus = gpus_of(args)
     models = sum(gpus) - gpus.engines - gpus.other_engines
     epochs = args.train.max_epochs
@@ -120,7 +120,7 @@ def setup_of(args: Arguments) -> Setup:
             "train": gpus.actor + gpus.critic,
             "weight_sync": gpus.actor + gpus.engines,
         },
-        # Audits are not counted. Training: forward, and the gradients of inputs and of weights.
+        # Without audits. Training is a forward pass plus the gradients of inputs and weights.
         passes={"rollout": 1, "old_log_probs": forwards + has_reference, "train": 3 * epochs},
         epochs=epochs,
         precision={"rollout": "bf16", "old_log_probs": trained, "train": trained},
@@ -135,9 +135,9 @@ def _check_measurable(args: Arguments, steps: int) -> None:
     available = needed if rows is None else min(rows, args.data.max_samples) * args.train.num_episodes
     if available < needed:
         raise UsageError(
-            f"--data.prompt_dataset {args.data.prompt_dataset} gives {available} prompts, but {steps} steps of "
-            f"--rollout.batch_size {args.rollout.batch_size} take {needed}; give more data, fewer steps or smaller "
-            "ones."
+            f"--data.prompt_dataset {args.data.prompt_dataset} has {available} prompts, but {steps} steps of "
+            f"--rollout.batch_size {args.rollout.batch_size} need {needed}; give more data, or fewer or smaller "
+            "steps."
         )
 
 

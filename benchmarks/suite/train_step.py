@@ -1,5 +1,6 @@
-"""Whole GTPO train steps of one model with random weights: the old policy's log-probs and entropies, the advantages,
-and an optimizer step on the token-level policy loss; on Megatron in bfloat16 and FP8, and on the DeepSpeed actor.
+"""Measures whole GTPO train steps of a model with random weights, on Megatron in bfloat16 and FP8, and on the
+DeepSpeed actor. A step has the old policy's log-probs and entropies, the advantages, and an optimizer step on the
+token-level policy loss.
 """
 
 import argparse
@@ -41,13 +42,13 @@ _DEEPSPEED = "deepspeed"
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure every precision in a process of its own, then DeepSpeed, and print and write the results."""
+    """Measure every precision in its own process, then DeepSpeed, and print and write the results."""
     shape = read_shape(args.shape, args.layers)
     chosen, absent = precisions(args.recipes, shape, cuda=platform.detect() == "cuda", primary_weights=args.fp8_param)
     measured: dict[str, Any] = {}
 
     def write() -> dict[str, Any]:
-        """Write what is measured by now, since the next side may take longer than there is time; return the ratios."""
+        """Write the measurements so far, in case time runs out on the next side; return the ratios."""
         compared = derived(measured)
         waiting = {name: "not finished" for name in [*chosen, _DEEPSPEED] if name not in measured}
         results = {"config": shape.to_dict(), "measured": measured, "derived": compared, "absent": waiting | absent}
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
             measured[name] = run_processes(measure_precision, 1, args, shape, fp8).as_json()
             write()
         except (LayoutError, UsageError) as error:
-            if name == BF16:  # what all others are compared with
+            if name == BF16:  # the base of all comparisons
                 raise
             absent[name] = str(error)
     missing = [name for name in ("openrlhf", "deepspeed", "ray") if importlib.util.find_spec(name) is None]
@@ -83,10 +84,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def measure_precision(args: argparse.Namespace, config: Any, fp8: Fp8Options | None) -> Measured:
-    """Measure steps after uncounted ones, in the one rank of the default group. The same seed gives every precision
-    the same weights and batches.
+    """Measure steps after warm-up steps, in the one rank of the default group. The same seed gives every precision the
+    same weights and batches.
 
-    Recorded with the seconds: ``tokens`` (real ones of each step, prompts included), ``grad_norms``, and
+    Recorded with the seconds: ``tokens`` (of each step, without padding, with prompts), ``grad_norms``, and
     ``peak_bytes`` of parameters, gradients, optimizer states and activations, None if it cannot be measured.
 
     Raises:
@@ -108,13 +109,13 @@ def measure_precision(args: argparse.Namespace, config: Any, fp8: Fp8Options | N
 
 
 class Step:
-    """One step on Megatron; its phases are called in the order ``old_policy``, ``advantages``, ``train``.
+    """One step on Megatron. Its phases run in the order ``old_policy``, ``advantages``, ``train``.
 
     Fields:
-        micro_batches: each of at most ``args.max_tokens`` tokens; a longer row has its own.
-        outcome: (B,) 1 or 0, half of each in every group; rows in the order of the micro-batches.
+        micro_batches: each of at most ``args.max_tokens`` tokens, or one longer row.
+        outcome: (B,) 1 or 0, half each in every group, in the order of the micro-batches.
         group_ids: (B,).
-        tokens, grad_norms: of each step; tokens are real ones, prompts included.
+        tokens, grad_norms: of each step; tokens without padding, with prompts.
     """
 
     def __init__(self, trainer: Trainer, args: argparse.Namespace, vocabulary: int) -> None:
@@ -159,9 +160,9 @@ class Step:
 
 
 def first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Micro-batches of indices into ``lengths``: longest first, each in the first with room; a longer row has its own.
+    """Fill micro-batches with indices into ``lengths``: longest first, each into the first with room or alone.
 
-    The trainer's own ``fill_micro_batches`` balances with OpenRLHF's code, which this benchmark must do without.
+    The trainer's ``fill_micro_batches`` balances with OpenRLHF's code, which this benchmark must not need.
     """
     parts: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -175,7 +176,7 @@ def first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def _deepspeed(args: argparse.Namespace, shape: Any) -> dict[str, Any]:
-    """Measurements as for a precision, but without the advantages, which are computed outside this actor."""
+    """Measure DeepSpeed like a precision, but without the advantages, which are computed outside this actor."""
     from openrlhf_gtpo.training.settings.guard import check_openrlhf
 
     check_openrlhf()
@@ -201,8 +202,8 @@ def _deepspeed(args: argparse.Namespace, shape: Any) -> dict[str, Any]:
 
 
 def derived(measured: dict[str, Any]) -> dict[str, Any]:
-    """For each precision, each phase and the whole ``step``: tokens/s of each step, and how many times as fast as
-    bfloat16 on Megatron it was in the same phases, which on DeepSpeed are without the advantages."""
+    """Compute for each precision, each phase and the whole ``step``: tokens/s of each step, and its speed relative to
+    bfloat16 on Megatron in the same phases (on DeepSpeed, without the advantages)."""
 
     def speeds(side: dict[str, Any], phases: Iterable[str]) -> dict[str, list[float]]:
         seconds = {phase: side["seconds"][phase] for phase in phases}

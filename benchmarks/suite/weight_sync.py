@@ -1,6 +1,7 @@
-"""Whole weight syncs into one engine, in every way in turn, compared with a device copy of the same bytes.
+"""Measures whole weight syncs into one engine, with all transports in turn, relative to a device copy of the same
+bytes.
 
-The engine is vLLM's, or a process with a plain model, which needs neither vLLM nor Ray for the colocated transport.
+The engine is vLLM, or a process with a plain model. The latter needs neither vLLM nor Ray if colocated.
 """
 
 import argparse
@@ -30,12 +31,12 @@ _SYNC = "sync"
 
 
 class Case(NamedTuple):
-    """A measured way to sync weights.
+    """A measured variant of weight sync.
 
     Fields:
-        bucket_mb: MiB; 0 makes every parameter a bucket of its own.
+        bucket_mb: MiB; 0 gives every parameter its own bucket.
         checksum: with ``--vllm.sync_checksum``.
-        lora_rank: of adapters that are merged into the matrices of attention and MLP on the way; 0 for none.
+        lora_rank: rank of adapters that are merged into attention and MLP; 0 for none.
     """
 
     transport: str
@@ -96,7 +97,7 @@ def run(args: argparse.Namespace) -> None:
 def measure_syncs(
     parameters: Sequence[ParameterMeta], engine: Engine, workers: int, cases: list[Case], repeat: int
 ) -> dict[str, Measured]:
-    """Measure the device copy and every case; the results are keyed by :data:`COPY` and each case's ``str``.
+    """Measure the device copy and every case; results are keyed by :data:`COPY` and each case's ``str``.
 
     On GPUs all cases have the same transport: the trainer is on the engine's GPU if colocated, else on the last one.
     """
@@ -107,7 +108,7 @@ def measure_syncs(
         device = torch.device("cuda", 0 if "colocated" in transports else torch.cuda.device_count() - 1)
         torch.cuda.set_device(device)
     senders: dict[str, Any] = {}
-    if "colocated" in transports:  # one trainer process: what it gathers from all is its own
+    if "colocated" in transports:  # one trainer process gathers only from itself
         senders["colocated"] = ColocatedSender([engine], lambda value: [value], device)
     if "broadcast" in transports:
         senders["broadcast"] = WeightSender([engine], workers, "127.0.0.1", device)
@@ -149,7 +150,7 @@ def _check_gpus(args: argparse.Namespace) -> None:
 
 
 def parameters_of(model: Path) -> list[ParameterMeta]:
-    """Names and shapes of a Hugging Face checkpoint, from the headers of its safetensors.
+    """Read names and shapes of a Hugging Face checkpoint from the headers of its safetensors.
 
     Raises:
         UsageError: a file is truncated.
@@ -161,7 +162,7 @@ def parameters_of(model: Path) -> list[ParameterMeta]:
 
 
 def llama_parameters(layers: int, hidden: int, intermediate: int, vocabulary: int) -> list[ParameterMeta]:
-    """Names and shapes of a Llama with a quarter as many key-value heads as attention heads."""
+    """Make names and shapes of a Llama with a quarter as many key-value heads as attention heads."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
     for i in range(layers):
         layer = f"model.layers.{i}."
@@ -176,7 +177,7 @@ def llama_parameters(layers: int, hidden: int, intermediate: int, vocabulary: in
 
 @contextmanager
 def vllm_engine(model: Path, workers: int) -> Iterator[Engine]:
-    """A vLLM engine as a run starts it, in its own Ray."""
+    """Start a vLLM engine like a run, in its own Ray."""
     from openrlhf_gtpo.training.settings.guard import check_openrlhf
 
     check_openrlhf()
@@ -207,7 +208,7 @@ def vllm_engine(model: Path, workers: int) -> Iterator[Engine]:
             shared_pg=group,
             gpu_memory_utilization=0.2,
         )
-        ray.get(actor.reset_prefix_cache.remote())  # answers once it has started
+        ray.get(actor.reset_prefix_cache.remote())  # returns once the engine has started
         yield ray_engine(actor)
     finally:
         ray.shutdown()

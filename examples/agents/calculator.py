@@ -1,7 +1,7 @@
 """An agent with a calculator: `--train.agent_func_path examples/agents/calculator.py`, on the quickstart's products.
 
-The policy may ask "calculate: 12 * 7" and is told the result; an answer without a question ends the conversation, and
-its last number is compared with the label (`cli.prepare task` writes it with `--data.label_key label`).
+The policy may ask "calculate: 12 * 7" and gets the result. A response without a question ends the conversation, and
+its last number is compared with the label. Use `--data.label_key label` with files of `cli.prepare task`.
 """
 
 import ast
@@ -16,7 +16,7 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
 
 
 def value(expression: str) -> float:
-    """The value of numbers with + - * / and brackets; raises ValueError for anything else."""
+    """Evaluate numbers with + - * / and brackets; raise ValueError for anything else."""
 
     def of(node: ast.expr) -> float:
         if isinstance(node, ast.Constant) and type(node.value) in (int, float):

@@ -1,8 +1,8 @@
 """An agent that may run Python: `--train.agent_func_path examples/agents/python_tool.py`.
 
-A block ```python … ``` is run with a folder of its own, and without network, other files or processes, under limits of
-time and memory (`openrlhf_gtpo/tasks/sandbox.py`); the policy is told what it printed. An answer without a block ends
-the conversation; its last number is compared with the label.
+A block ```python … ``` runs in its own folder, without network, other files or processes, under limits of time and
+memory (`openrlhf_gtpo/tasks/sandbox.py`). The policy gets its output. A response without a block ends the
+conversation, and its last number is compared with the label.
 """
 
 import re
@@ -10,7 +10,7 @@ import re
 from openrlhf_gtpo.tasks.sandbox import run_python, why_no_sandbox
 from openrlhf_gtpo.training.rollout.turns import Environment, TurnsExecutor
 
-if (why := why_no_sandbox()) is not None:  # said before anything starts
+if (why := why_no_sandbox()) is not None:  # reported before anything starts
     raise RuntimeError(f"Python cannot be confined: {why}")
 
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
@@ -36,4 +36,4 @@ class Python(Environment):
 
 class AgentExecutor(TurnsExecutor):
     environment = Python
-    stop = ("```\n",)  # the end of a block, not its beginning
+    stop = ("```\n",)  # keeps the end of a block, not its beginning

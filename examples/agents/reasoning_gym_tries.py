@@ -1,8 +1,8 @@
-"""Any task of reasoning-gym, in several tries: `--train.agent_func_path examples/agents/reasoning_gym_tries.py`.
+"""Any reasoning-gym task with several tries: `--train.agent_func_path examples/agents/reasoning_gym_tries.py`.
 
     python3 -m openrlhf_gtpo.cli.prepare task --task gcd --output DIR
 
-makes `DIR/train.jsonl`, to be read with `--data.label_key scorer_label`. The policy is told whether its answer is
+makes `DIR/train.jsonl`, for training with `--data.label_key scorer_label`. The policy learns whether its answer is
 right, and may try again.
 """
 

@@ -9,8 +9,8 @@ A row's label is the environment's own row as JSON, and its input the same messa
     file.writelines(json.dumps({"input": row["prompt"], "label": json.dumps(row)}) + "\\n" for row in rows)
 
 This is the protocol of verifiers 0.1: a `MultiTurnEnv` keeps its state beside the conversation, answers in messages
-(`env_response`), says when it is over (`is_completed`), and its rubric scores the state. Here the run's own engine
-takes the place of verifiers' client. Tools that a server has to call are not offered to the policy.
+(`env_response`), tells when it is over (`is_completed`), and its rubric scores the state. The run's own engine
+replaces verifiers' client. Tools that need a server are not offered to the policy.
 """
 
 import functools
@@ -26,7 +26,7 @@ from openrlhf_gtpo.training.rollout.turns import Environment, TurnsExecutor
 
 @functools.cache
 def loaded() -> Any:
-    """The environment that all conversations of this process share, as verifiers' own do."""
+    """Load the environment that all conversations of this process share, as in verifiers."""
     return verifiers.load_environment(
         os.environ["VERIFIERS_ENV"], **json.loads(os.environ.get("VERIFIERS_ENV_ARGS", "{}"))
     )

@@ -3,8 +3,8 @@
     pip install trl==1.16.0 .      # in a clone of this project; needs neither OpenRLHF nor vLLM nor Ray
     python3 examples/elsewhere/trl_gtpo.py --model HuggingFaceTB/SmolLM2-135M-Instruct --output runs/trl --steps 5
 
-TRL samples, rewards, clips and steps. Of its rows this takes the rewards, before TRL normalizes them, and the
-entropies of the policy that sampled them; it gives back advantages of (B, T), which TRL's loss takes as they are.
+TRL samples, rewards, clips and steps. This code takes the rows' rewards, before TRL normalizes them, and the entropies
+of the sampling policy. It returns (B, T) advantages, which TRL's loss accepts.
 """
 
 import argparse
@@ -20,16 +20,16 @@ from openrlhf_gtpo.algorithms import ESTIMATORS
 
 
 class EntropyCreditTrainer(GRPOTrainer):
-    """TRL's trainer with an estimator of ``openrlhf_gtpo.algorithms`` at the level of tokens.
+    """TRL's trainer with a token-level estimator of ``openrlhf_gtpo.algorithms``.
 
     Args:
-        estimator: its name, such as "gtpo".
-        credit: its settings, such as ``GTPOConfig(alpha2=0.2)``; by default its own.
-        args: as for TRL. GTPO's are ``loss_type="dapo"``, a mean over the step's tokens, ``epsilon=0.2`` and
+        estimator: the estimator's name, such as "gtpo".
+        credit: its settings, such as ``GTPOConfig(alpha2=0.2)``; by default the estimator's.
+        args: as for TRL. GTPO uses ``loss_type="dapo"``, a mean over the step's tokens, ``epsilon=0.2`` and
             ``epsilon_high=0.28``, and rewards of at least ``credit.success_threshold`` for right responses.
 
     Raises:
-        ValueError: an estimator of whole responses, or a ratio of whole responses.
+        ValueError: the estimator or the ratio is sequence-level.
     """
 
     def __init__(self, *args: Any, estimator: str = "gtpo", credit: Any = None, **kwargs: Any) -> None:
@@ -37,19 +37,19 @@ class EntropyCreditTrainer(GRPOTrainer):
         self.estimator = ESTIMATORS[estimator]
         self.credit = self.estimator.config() if credit is None else credit
         if self.estimator.level != "token" or self.importance_sampling_level != "token":
-            raise ValueError(f"{estimator} with a ratio per {self.importance_sampling_level}: both must be of tokens.")
+            raise ValueError(f"{estimator} with a ratio per {self.importance_sampling_level}: both must be per token.")
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        self._rewards = rewards  # (N, functions), of all processes in their order; NaN where a function has none
+        self._rewards = rewards  # (N, functions), all processes in order; NaN where a function gives none
         return rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """The rows of this process, before TRL shuffles them and cuts them into micro-batches: groups are whole here,
-        over all processes, and nowhere later."""
+        """Add advantages to this process's rows before TRL shuffles them and cuts them into micro-batches. Later,
+        groups are no longer complete."""
         batch = super()._generate_and_score_completions(inputs)
         if "pixel_values" in batch:
-            raise ValueError("This example is for prompts without images.")
+            raise ValueError("This example supports only prompts without images.")
         mask = batch["completion_mask"].bool()
         if "tool_mask" in batch:
             mask = mask & batch["tool_mask"].bool()
@@ -64,7 +64,7 @@ class EntropyCreditTrainer(GRPOTrainer):
                 compute_entropy=True,
             )
 
-        # All rows, in the order of the processes: groups of adjacent ones, perhaps over the border of two processes.
+        # All rows, in the order of the processes. Groups are adjacent, but may span two processes.
         entropy, everyone = (
             gather(self.accelerator.pad_across_processes(values, dim=1)) for values in (entropy, mask.long())
         )
@@ -84,14 +84,14 @@ class EntropyCreditTrainer(GRPOTrainer):
 
 
 def product_prompts() -> list[dict[str, Any]]:
-    """One-digit products, with a worked example."""
+    """Make prompts of one-digit products, with a worked example."""
     shown = [{"role": "user", "content": "2 * 3"}, {"role": "assistant", "content": "The result is 6."}]
     questions = [(a, b) for a in range(2, 10) for b in range(2, 10)]
     return [{"prompt": [*shown, {"role": "user", "content": f"{a} * {b}"}], "answer": a * b} for a, b in questions]
 
 
 def is_right(completions: list[Any], answer: list[int], **_: Any) -> list[float]:
-    """1 where the last number of a response is the answer, otherwise 0."""
+    """Return 1 where the last number of a response is the answer, otherwise 0."""
     numbers = [re.findall(r"\d+", completion[0]["content"])[-1:] for completion in completions]
     return [float(found == [str(right)]) for found, right in zip(numbers, answer, strict=True)]
 

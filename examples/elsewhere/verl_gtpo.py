@@ -1,15 +1,15 @@
-"""GTPO in verl: an advantage estimator of that name, and what brings it the old policy's entropies.
+"""GTPO in verl: an advantage estimator "gtpo", and a mixin that passes the old policy's entropies to it.
 
     pip install verl==0.9.1 .      # in a clone of this project
 
-verl computes those entropies with the old log-probs and drops them before it computes advantages. To use this, derive
-the trainer from it, and import this module where the trainer runs::
+verl computes these entropies with the old log-probs but drops them before it computes advantages. Derive the trainer
+from the mixin, and import this module where the trainer runs::
 
     class Trainer(KeepsEntropies, RayPPOTrainer): ...
 
 with ``trainer.use_v1=False algorithm.adv_estimator=gtpo actor_rollout_ref.actor.loss_agg_mode=token-mean
 actor_rollout_ref.actor.clip_ratio_low=0.2 actor_rollout_ref.actor.clip_ratio_high=0.28``. Leave
-``algorithm.use_kl_in_reward`` off: success is asked of the rewards that arrive here.
+``algorithm.use_kl_in_reward`` off, because success is decided by the rewards that arrive here.
 """
 
 import functools
@@ -36,19 +36,19 @@ def compute_gtpo_advantage(
     entropys: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """GTPO's advantages by verl's interface.
+    """Compute GTPO's advantages, with verl's interface.
 
     Args:
-        token_level_rewards: (B, T), of which the sum over a row is its outcome.
-        response_mask: (B, T), 1 at the tokens that the policy wrote.
+        token_level_rewards: (B, T); the sum over a row is its outcome.
+        response_mask: (B, T), 1 at the tokens that the policy sampled.
         index: (B,) the prompt's uid of each row; rows of a group need not be adjacent.
-        entropys: (B, T) nats, of the policy that sampled the rows.
+        entropys: (B, T) nats, under the policy that sampled the rows.
 
     Returns:
-        advantages and returns, (B, T) each, the same here.
+        Advantages and returns, (B, T) each, equal here.
 
     Raises:
-        ValueError: no entropies arrived.
+        ValueError: the entropies are missing.
     """
     if entropys is None:
         raise ValueError("GTPO needs the old policy's entropies; derive the trainer from KeepsEntropies.")
@@ -59,10 +59,10 @@ def compute_gtpo_advantage(
 
 
 class KeepsEntropies:
-    """Before ``RayPPOTrainer`` among a trainer's bases: entropies stay with the rows, and reach the estimator."""
+    """Mixin that passes entropies to the estimator. Put it before ``RayPPOTrainer`` among a trainer's bases."""
 
     def fit(self) -> Any:
-        """Train, with a ``compute_advantage`` in the trainer's module that passes entropies on."""
+        """Train with a ``compute_advantage`` in the trainer's module that passes entropies on."""
         from verl.trainer.ppo import ray_trainer
 
         plain = ray_trainer.compute_advantage
@@ -74,12 +74,12 @@ class KeepsEntropies:
 
     def _compute_old_log_prob(self, batch: Any) -> Any:
         old_log_prob, utilization = super()._compute_old_log_prob(batch)  # type: ignore[misc]
-        old_log_prob.batch[KEPT] = old_log_prob.batch["entropys"]  # verl drops its own
+        old_log_prob.batch[KEPT] = old_log_prob.batch["entropys"]  # verl drops its own copy
         return old_log_prob, utilization
 
 
 def with_entropies(compute_advantage: Callable[..., Any]) -> Callable[..., Any]:
-    """verl's ``compute_advantage``, which passes rows' entropies to this estimator, and others as they are."""
+    """Wrap verl's ``compute_advantage`` so that this estimator, but no other, gets the rows' entropies."""
 
     @functools.wraps(compute_advantage)
     def passing(data: Any, adv_estimator: Any, *args: Any, **kwargs: Any) -> Any:

@@ -99,7 +99,7 @@ def test_the_samplers_values_are_not_compared_in_rows_of_the_guide(
     rollout["entropy"][3] = rollout["entropy"][3] + np.float32(8)
     errors = errors_of(rollout, model, tmp_path, rows=(0, 1, 2))
     assert errors["entropy_error_p99"] < 0.02
-    assert "Rows of the guide, which the policy's sampler has not seen, are left out: 1." in capsys.readouterr().out
+    assert "Left out: 1 rows of the guide, for which the policy's sampler has no values." in capsys.readouterr().out
     assert errors_of(rollout, model, tmp_path, entropy="actor")["entropy_error_p99"] > 7
     said = capsys.readouterr().out
     assert "entropies of the actor against" in said and "left out" not in said
