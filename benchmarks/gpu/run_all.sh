@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# What only a Hopper GPU can tell, in under ten minutes and without a network: correctness first, then the LM head,
+# Measures what needs a Hopper GPU, in under ten minutes and without a network: correctness first, then the LM head,
 # layers in BF16 and FP8, a whole train step, and the weight sync.
 #
 #   bash benchmarks/gpu/run_all.sh [OUT]        results as JSON under OUT (default: benchmarks/results/gpu)
-#   bash benchmarks/gpu/run_all.sh --dry-run    the commands alone
-#   bash benchmarks/gpu/run_all.sh --tiny       tiny shapes, a few minutes on a host without a GPU: does it all run?
+#   bash benchmarks/gpu/run_all.sh --dry-run    print the commands
+#   bash benchmarks/gpu/run_all.sh --tiny       tiny shapes, a few minutes on a host without a GPU, to test the scripts
 #
-# Needs torch with CUDA, Triton, transformers, pytest, hypothesis, xxhash, megatron-core and Transformer Engine; not OpenRLHF, Ray, vLLM or DeepSpeed. $PYTHON is the Python to use (default: python3). Every part
-# has a time limit, and one that fails does not keep the next from being measured. On a GPU of less than 100 GiB, as the
-# H100, measurements take smaller sizes. Exit status: 0, 1 if correctness failed, 3 if only measurements did, 2 for a
-# mistake in the command line.
+# Needs torch with CUDA, Triton, transformers, pytest, hypothesis, xxhash, megatron-core and Transformer Engine, but not
+# OpenRLHF, Ray, vLLM or DeepSpeed. $PYTHON is the Python to use (default: python3). Every part has a time limit, and the
+# next part runs even if one fails. On a GPU with less than 100 GiB, such as the H100, measurements use smaller sizes.
+# Exit status: 0, 1 if correctness failed, 3 if only measurements did, 2 for a mistake in the command line.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -50,7 +50,7 @@ if ! $dry_run; then
 fi
 
 failed=() # names of parts
-# part NAME SECONDS COMMAND...: one part of the suite; what it prints also goes to OUT/NAME.log
+# part NAME SECONDS COMMAND...: runs one part of the suite; its output also goes to OUT/NAME.log
 part() {
     local name="$1" limit="$2" started=$SECONDS status=0
     shift 2
@@ -86,7 +86,7 @@ else
 fi
 
 mapfile -t gpu_tests < <(printf '%s\n' tests/*/test_*_gpu.py)
-# The project's own options name pytest plugins that this host may lack.
+# The project's pytest options need plugins that this host may lack.
 part correctness 115 "$python" -m pytest -o addopts=--import-mode=importlib -ra -m gpu "${gpu_tests[@]}"
 part lm_head 65 "${benchmark[@]}" lm-head "${lm_head[@]}" --output "$out/lm_head.json"
 part layers 140 "${benchmark[@]}" layers "${layers[@]}" --output "$out/layers.json"

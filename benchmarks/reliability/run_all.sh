@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The long forms of what docs/reliability.md tells; each writes its numbers to docs/results/reliability (or OUTPUT).
+# The long experiments behind docs/reliability.md; each writes its numbers to docs/results/reliability (or OUTPUT).
 #
 #   bash benchmarks/reliability/run_all.sh         some hours on two cores, without a GPU; KILLS=20 for a tenth of them
 set -euo pipefail

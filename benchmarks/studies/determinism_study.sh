@@ -3,7 +3,7 @@
 #
 #   bash benchmarks/studies/determinism_study.sh
 #
-# About a minute a run on two cores, three runs each. Finished runs are kept: start it again to go on after an interruption.
+# About a minute a run on two cores, three runs each. Finished runs are kept: run it again to resume after an interruption.
 # Metrics (smoke-{with,without}-N.jsonl) go to docs/results/determinism/runs.tar.xz.
 set -euo pipefail
 
@@ -15,7 +15,7 @@ source benchmarks/studies/raw.sh
 archive=docs/results/determinism/runs.tar.xz metrics=runs/determinism_study
 unpack "$archive" "$metrics"
 
-# study NAME TRAINER_FLAGS...: one smoke run, unless its metrics are there already
+# study NAME TRAINER_FLAGS...: one smoke run, unless its metrics exist
 study() {
     local kept="$metrics/$1.jsonl" output="runs/determinism-$1"
     [[ ! -e "$kept" ]] || return 0

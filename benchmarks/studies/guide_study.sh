@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# What a guide is worth where most groups fail: examples/experiments/guide.yaml, with its model, data and guide.
+# The value of a guide if most groups fail: examples/experiments/guide.yaml, with its model, data and guide.
 #
 #   bash benchmarks/studies/guide_study.sh [STEPS]     steps of the guide's own training, 60 by default
 #
-# The guide is the policy's model after GRPO on other questions of the task. Start it again to go on after an interruption.
+# The guide is the policy's model after GRPO on other questions of the task. Run it again to resume after an interruption.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -11,7 +11,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source examples/scripts/setup_env.sh
 model=.cache/quickstart/smollm2-135m-instruct data=runs/guide_data steps="${1:-60}"
 python3 -m openrlhf_gtpo.cli.prepare smollm2 --output "$model"
-# Questions of which SmolLM2-135M answers few: it does learn sums of two numbers of one or two digits (docs/results/study.md).
+# SmolLM2-135M answers few of these. It learns sums of two numbers of one or two digits (docs/results/study.md).
 task=(--task chain_sum --task-config '{"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}' --system 'Answer briefly.'
     --question-form '{expression}' --example '21 + 13' 'The result is 34.')
 python3 -m openrlhf_gtpo.cli.prepare task "${task[@]}" --train-size "$((240 + 4 * steps))" --eval-size 48 --output "$data/all"

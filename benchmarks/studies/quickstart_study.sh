@@ -4,7 +4,7 @@
 #
 #   bash benchmarks/studies/quickstart_study.sh [ESTIMATOR ...]     default: gtpo grpo_s group_norm
 #
-# About ten minutes a run on two cores. Finished runs are kept: start it again to go on after an interruption. Metrics
+# About ten minutes a run on two cores. Finished runs are kept: run it again to resume after an interruption. Metrics
 # (ESTIMATOR-seedN.jsonl) go to docs/results/quickstart/runs.tar.xz, the comparison to table.md and curves.png beside it.
 set -euo pipefail
 
@@ -18,7 +18,7 @@ unpack "$results/runs.tar.xz" "$metrics"
 estimators=("$@")
 ((${#estimators[@]} > 0)) || estimators=(gtpo grpo_s group_norm)
 
-# study NAME SEED FLAGS...: one run of the quickstart, unless its metrics are there already
+# study NAME SEED FLAGS...: one run of the quickstart, unless its metrics exist
 study() {
     local name="$1" seed="$2" kept="$metrics/$1-seed$2.jsonl" output="runs/study-$1-seed$2"
     [[ ! -e "$kept" ]] || return 0

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# To source: the raw files of a study's runs, which are kept in one archive (Python: tarfile.open).
+# Source this: packs and unpacks the raw files of a study's runs, kept in one archive (Python: tarfile.open).
 
-# unpack ARCHIVE FOLDER: the files of an archive, if there is one, except those that the folder has already
+# unpack ARCHIVE FOLDER: unpack an archive, if it exists, without replacing files
 unpack() {
     mkdir -p "$2"
     [[ ! -e $1 ]] || tar --skip-old-files -xJf "$1" -C "$2"

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The study behind docs/results/sampler.md: what entropies from vLLM's sampler cost a rollout, what they save of a step, and
-# whether the quickstart learns the same with them, six seeds.
+# The study behind docs/results/sampler.md: what entropies from vLLM's sampler cost in a rollout and save in a step, and
+# whether the quickstart learns equally well with them, over six seeds.
 #
 #   bash benchmarks/studies/sampler_study.sh
 #
-# About 80 minutes on two idle cores. What is finished is kept: start it again to go on after an interruption. Results go to
+# About 80 minutes on two idle cores. Finished parts are kept: run it again to resume after an interruption. Results go to
 # docs/results/sampler.
 set -euo pipefail
 

@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
-# The study behind docs/results/study.md: examples/experiments/study.yaml, in as many pieces as it takes.
+# The study behind docs/results/study.md: examples/experiments/study.yaml, in any number of pieces.
 #
 #   bash benchmarks/studies/study.sh
 #
-# Some 10 minutes a run on two cores, 13 where they are busy. Start it again to go on after an interruption, also in a
-# fresh clone: the raw files of finished runs are kept in docs/results/study/runs.tar.xz, and a run that has them is not made
-# again.
+# About 10 minutes a run on two cores, 13 if they are busy. Run it again to resume after an interruption, also in a
+# fresh clone: docs/results/study/runs.tar.xz keeps the raw files of finished runs, which are not repeated.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

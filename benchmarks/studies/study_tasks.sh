@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# How the task of docs/results/study.md was chosen: what SmolLM2-135M-Instruct, untrained, scores in candidates of
-# reasoning-gym whose answers are short, 8 answers to each of 48 questions at temperature 1.
+# How the task of docs/results/study.md was chosen: the scores of untrained SmolLM2-135M-Instruct in candidates of
+# reasoning-gym with short answers, 8 answers to each of 48 questions at temperature 1.
 #
 #   bash benchmarks/studies/study_tasks.sh
 #
-# About five minutes on two cores; goes on after an interruption. The table goes to docs/results/study/tasks.
+# About five minutes on two cores; resumes after an interruption. The table goes to docs/results/study/tasks.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
 # Measures real training steps: seconds, tokens/s/GPU and share of each phase, MFU, idle time, memory.
 #
-#   bash examples/scripts/benchmark_train.sh                                   train.sh gtpo_colocated as it stands
+#   bash examples/scripts/benchmark_train.sh                                   train.sh gtpo_colocated with its defaults
 #   MEASURE=gtpo_split bash examples/scripts/benchmark_train.sh                another preset, or a planner's script
 #   COMPARE='bf16=; fp8=--megatron.fp8 hybrid' bash examples/scripts/benchmark_train.sh         configurations in turn
 #   COMPARE='tp2=; tp4=--megatron.tensor_model_parallel_size 4' bash …
 #   LAUNCHER=examples/scripts/benchmark_train.sh sbatch examples/scripts/train_gtpo_slurm.sh    on a SLURM cluster
 #
-# --dry-run, --cpu, --submit URL, -- FLAGS and the variables (MODEL, DATA, TENSOR_PARALLEL, …) are those of train.sh.
+# --dry-run, --cpu, --submit URL, -- FLAGS and the variables (MODEL, DATA, TENSOR_PARALLEL, …) work as in train.sh.
 # Results: $OUTPUT/train.json and $OUTPUT/train.png; logs and metrics: $OUTPUT/runs-TIME.
 set -euo pipefail
 
 MEASURE="${MEASURE:-gtpo_colocated}"
-COMPARE="${COMPARE:-}"                 # NAME=FLAGS of each configuration, split by ; or newlines; ratios are over the first
+COMPARE="${COMPARE:-}"                 # NAME=FLAGS of each configuration, separated by ; or newlines; ratios are to the first
 STEPS="${STEPS:-3}"                    # counted steps of each run
 WARMUP="${WARMUP:-1}"                  # steps before them
 REPEAT="${REPEAT:-3}"                  # runs of each configuration
@@ -34,9 +34,9 @@ while IFS= read -r configuration; do
 done <<<"${COMPARE//;/$'\n'}"
 program+=(--)
 
-# To the launcher, STEPS is the size of the data: what a CPU run makes, or otherwise all that there is.
+# The launcher takes STEPS as the size of the data: made to size for a CPU run, otherwise all of it.
 [[ " $* " == *" --cpu "* ]] && STEPS=$((WARMUP + STEPS)) || STEPS=''
-# Sourced, so that the script runs the program above with its own flags.
+# Source the script, so that it runs the program above with its own flags.
 if [[ -f "$MEASURE" ]]; then
     # shellcheck source=/dev/null
     source "$(realpath "$MEASURE")"

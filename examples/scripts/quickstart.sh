@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains a small language model with GTPO through OpenRLHF, Ray, vLLM and DeepSpeed or Megatron, on a CPU or one GPU.
+# Trains a small language model with GTPO, using OpenRLHF, Ray, vLLM and DeepSpeed or Megatron, on a CPU or one GPU.
 #
 #   bash examples/scripts/quickstart.sh                     SmolLM2-135M-Instruct on one-digit products, 6 to 10 minutes
 #   bash examples/scripts/quickstart.sh --gpu               the same on one NVIDIA GPU; all flags below work there, too
@@ -14,11 +14,11 @@
 #   bash examples/scripts/quickstart.sh --steps 40 --seed 2 --output DIR -- --actor.adam.lr 5e-6
 #   bash examples/scripts/quickstart.sh --resume            with the same flags: continues an interrupted run
 #
-# What follows -- goes to the trainer unchanged. Results: DIR/metrics.jsonl, DIR/curves.png, DIR/model; the log is
+# Arguments after -- go to the trainer. Results: DIR/metrics.jsonl, DIR/curves.png, DIR/model; the log is
 # DIR/train.log. The model is made once and kept in .cache/quickstart; the task's files are in DIR/data.
 #
-# --gpu runs in the environment that is active, if that has vLLM, OpenRLHF and a torch for CUDA (as the CUDA image has), and
-# otherwise in .venv-cuda, which setup_env.sh --cuda makes from wheels. Trainer and engine take turns on the GPU.
+# --gpu uses the active environment if that has vLLM, OpenRLHF and a torch for CUDA (as the CUDA image has), and
+# otherwise .venv-cuda, which setup_env.sh --cuda makes from wheels. Trainer and engine take turns on the GPU.
 
 set -euo pipefail
 root="$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
@@ -68,7 +68,7 @@ done
 processes=$((tensor_parallel * pipeline_parallel * expert_parallel))
 if $gpu; then
     ((processes == 1)) || refuse "--gpu runs on one GPU; leave --tensor-parallel, --pipeline-parallel and --expert-parallel at 1."
-    nvidia-smi -L >/dev/null 2>&1 || refuse "--gpu needs an NVIDIA GPU, and nvidia-smi finds none; leave it out to run on the CPU."
+    nvidia-smi -L >/dev/null 2>&1 || refuse "--gpu needs an NVIDIA GPU, but nvidia-smi finds none; leave it out to run on the CPU."
 fi
 
 for path in model reward output; do # relative to the caller's folder
@@ -89,7 +89,7 @@ if $resume; then
 elif [[ -e "$output/metrics.jsonl" ]]; then
     refuse "$output holds an earlier run; continue it with --resume, give --output another folder, or remove it."
 fi
-mkdir -p "$output" 2>/dev/null || refuse "--output $output cannot be made."
+mkdir -p "$output" 2>/dev/null || refuse "--output $output cannot be created; name another folder."
 
 fit='import importlib.util, torch
 needed = [torch.version.cuda, *map(importlib.util.find_spec, ("openrlhf", "vllm"))]
@@ -104,7 +104,7 @@ fi
 source examples/scripts/watched_run.sh
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
-# FlashInfer would compile its sampler with nvcc as the engine starts; only --rollout.top_p calls it.
+# FlashInfer would compile its sampler with nvcc when the engine starts, but only --rollout.top_p uses it.
 ! $gpu || export VLLM_USE_FLASHINFER_SAMPLER="${VLLM_USE_FLASHINFER_SAMPLER:-0}"
 
 if $smoke; then
@@ -171,12 +171,12 @@ if [[ "$backend" == megatron ]]; then
         --megatron.expert_model_parallel_size "$expert_parallel"
         --train.max_tokens_per_gpu 2048
     )
-    ((tensor_parallel == 1)) || ! $moe || train_args+=(--megatron.sequence_parallel) # experts want it
+    ((tensor_parallel == 1)) || ! $moe || train_args+=(--megatron.sequence_parallel) # experts need it
 fi
 if $gpu; then
     train_args+=(--train.colocate_all)
     [[ "$backend" == deepspeed ]] || train_args+=(--megatron.offload)
-    # Enough for this model's weights, cache and CUDA graphs on a card of 16 GB; the trainer's weights stay beside it.
+    # Enough for this model's weights, cache and CUDA graphs on a 16 GB card, beside the trainer's weights.
     rollout_args+=(--vllm.enable_sleep --vllm.gpu_memory_utilization 0.3)
 fi
 log_args=(

@@ -1,16 +1,16 @@
 # shellcheck shell=bash
-# Sourced by train_gtpo_slurm.sh once its variables are set: starts a Ray cluster over the nodes of a SLURM job, trains
+# Sourced by train_gtpo_slurm.sh after it has set its variables: starts a Ray cluster on a SLURM job's nodes, trains
 # on it, and ends both. Each node runs `python3 -m openrlhf_gtpo.cli.doctor` and, if that finds nothing wrong,
-# `python3 -m openrlhf_gtpo.cli.ray_cluster`, which hosts without SLURM run by hand (docs/slurm.md).
+# `python3 -m openrlhf_gtpo.cli.ray_cluster`, which can also run by hand on hosts without SLURM (docs/slurm.md).
 #
 # shellcheck disable=SC2154,SC2034
 
 container_flags=() container_words=()
-# What a node runs: SETUP, whose last command's status is SETUP's, then the words after it.
+# A node's shell: runs SETUP, which fails if its last command does, then the words after it.
 # shellcheck disable=SC2016  # expanded on the node
 node_shell='eval "${SETUP:-}"; status=$?; ((status == 0)) || { echo "SETUP ended with status $status" >&2; exit "$status"; }; exec "$@"'
 
-# choose_container KIND:IMAGE MOUNTS   MOUNTS are folders, mounted under the same names
+# choose_container KIND:IMAGE MOUNTS   MOUNTS are folders, mounted at the same paths
 choose_container() {
     local image="${1#*:}" mount
     local -a folders
@@ -31,14 +31,14 @@ choose_container() {
     esac
 }
 
-# Fills addresses with one address for each of names.
+# Fills addresses with one address per name in names.
 find_addresses() {
     local interface="$1" name known line
     addresses=()
     for name in "${names[@]}"; do
         if [[ -n "$interface" ]]; then
             line="$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$name" ip -4 -o addr show scope global)" ||
-                refuse "srun cannot run ip on the node $name, as the line above says."
+                refuse "srun cannot run ip on the node $name; see the line above."
             line="$(awk -v name="$interface" '$2 == name { sub("/.*", "", $4); print $4; exit }' <<<"$line")"
         else
             known="$(scontrol show node "$name" --oneliner | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')"
@@ -50,13 +50,13 @@ find_addresses() {
     done
     for line in "${addresses[@]}"; do
         [[ "${addresses[0]}" != 127.* || "$line" == 127.* ]] ||
-            refuse "${names[0]} knows itself as ${addresses[0]}, where no other node reaches it; set INTERFACE to the network between the nodes."
+            refuse "${names[0]} resolves to ${addresses[0]}, where other nodes cannot reach it; set INTERFACE to the network between the nodes."
     done
 }
 
-# step_words NODE WORDS…   fills step with WORDS as one step on one node, in the container if there is one
+# step_words NODE WORDS…   fills step with a job step that runs WORDS on one node, in the container if there is one
 step_words() {
-    # Steps share the node's cores, memory and GPUs: Ray deals them out.
+    # Steps share the node's cores, memory and GPUs, which Ray assigns.
     step=(srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" --cpu-bind=none --input=none
         "${container_flags[@]}" "${container_words[@]}" bash -c "$node_shell" step "${@:2}")
 }
@@ -68,13 +68,13 @@ show_step() {
     printf '\\\n    %s\n' "$2"
 }
 
-# start LOG NODE COMMAND   a step in the background; its process is $!
+# start LOG NODE COMMAND   starts a step in the background; its process is $!
 start() {
     step_words "$2" bash -c "$3"
-    "${step[@]}" >>"$1" 2>&1 9>&- & # without the job's lock
+    "${step[@]}" >>"$1" 2>&1 9>&- & # does not inherit the job's lock
 }
 
-# The command that the node names[$1] runs.
+# Prints the command for the node names[$1].
 node_command() {
     local -a checks=(python3 -m openrlhf_gtpo.cli.doctor --gpus "${SLURM_GPUS_ON_NODE:-0}" --shared "$token" --temporary "$NODE_TMP")
     local -a words=(python3 -m openrlhf_gtpo.cli.ray_cluster)
@@ -100,20 +100,20 @@ wait_command() {
 
 running() { [[ -n "$1" ]] && kill -0 "$1" 2>/dev/null; }
 
-# A sleep that a signal's trap need not wait for.
+# A sleep that a signal's trap can interrupt.
 nap() {
     sleep "$1" &
     wait $! || true
 }
 
-# Waits until the process $1 ends, or until something happens that ends the job.
+# Waits until the process $1 ends, or until the job has to end.
 attend() {
     while running "$1"; do
         ! $cancelled || return 0
         if $stopping; then
             [[ -n "$trainer" ]] || return 0
             ((SECONDS < stop_deadline)) || {
-                say "the step did not end in time; the run goes on from its last checkpoint."
+                say "the step did not end in time; the run resumes from its last checkpoint."
                 return 0
             }
         fi
@@ -129,7 +129,7 @@ lose() {
     say "$2"
 }
 
-# Counts nodes as lost if their Ray has ended, or if the doctor found something wrong there.
+# Counts nodes as lost if their Ray has ended or the doctor has found a problem.
 find_lost() {
     local i log what
     lost=''
@@ -143,17 +143,17 @@ find_lost() {
     done
 }
 
-# Sets status, and lost, stopping or cancelled if that is why it ended.
+# Runs the cluster and the training. Sets status, and the reason: lost, stopping or cancelled.
 run_on_cluster() {
     local i
     pids=() waiter='' trainer='' lost='' cancelled=false status=1 stop_deadline=0
     trap 'on_stop' USR1
     trap 'cancelled=true' TERM INT
     trap 'tear_down' EXIT
-    # Written before the nodes, which read it, start: Ray's open ports answer only to this token.
+    # Written before the nodes start and read it: Ray's open ports answer only to this token.
     (umask 077 && head -c 32 /dev/urandom | od -An -vtx1 | tr -d ' \n' >"$token")
     export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$token"
-    unset RAY_AUTH_TOKEN # which Ray would prefer
+    unset RAY_AUTH_TOKEN # Ray would prefer it
 
     for i in "${!names[@]}"; do
         start "$logs/${names[i]}.log" "${names[i]}" "$(node_command "$i")"
@@ -165,7 +165,7 @@ run_on_cluster() {
     if [[ -n "$lost" ]] || $stopping || $cancelled; then
         true
     elif ! wait "$waiter"; then
-        # A node may have left at the same moment, and then that is the message.
+        # Print why the nodes did not join.
         grep -h '^ray_cluster: ' "$logs/wait.log" | sed 's/^ray_cluster: /[slurm] /' >&2 || tail -n 5 "$logs/wait.log" >&2
         say "logs: $logs"
     else
@@ -176,7 +176,7 @@ run_on_cluster() {
         if ! running "$trainer"; then
             status=0
             wait "$trainer" || status=$?
-            # `ray job submit` also ends with 0 if the job was stopped, or still runs when its log ends.
+            # `ray job submit` also returns 0 if the job was stopped, or still runs when its log ends.
             ((status != 0)) || ! grep -aqE "Job '[^']+' was stopped|Status for job '" "$logs/train.log" || status=1
             ((status == 0)) || explain
         fi
@@ -189,20 +189,20 @@ run_on_cluster() {
 on_stop() {
     ! $stopping || return 0
     stopping=true
-    # The end of the job's time, less what the tear-down takes; an hour if there is no end.
+    # Time until the job's limit, minus the tear-down; an hour if there is no limit.
     local end left=3600
-    # sbatch hands the user's SLURM_TIME_FORMAT to the job, and date reads only the standard one.
+    # sbatch passes the user's SLURM_TIME_FORMAT to the job, but date reads only the standard format.
     end="$(SLURM_TIME_FORMAT=standard squeue --noheader --jobs "$job" --format %e 2>/dev/null || true)"
     ! end="$(date -d "${end:-no limit}" +%s 2>/dev/null)" || left=$((end - $(date +%s)))
     stop_deadline=$((SECONDS + (left > 120 ? left - 60 : left / 2)))
-    say "SIGUSR1: a checkpoint after this step, then back into the queue ($left s left)."
+    say "SIGUSR1: saving a checkpoint after this step, then back into the queue ($left s left)."
     touch "$stop_file"
 }
 
-# Says why training failed, in its own words, and whether a node is gone.
+# Prints the trainer's reason for a failure, and checks whether a node is gone.
 explain() {
     local i
-    # The trainer's one sentence, wherever `ray job submit` put it on its line.
+    # The trainer's sentence, wherever it is on a line of `ray job submit`.
     grep -aoE 'train_ppo_ray( stopped)?: .*' "$logs/train.log" | tail -n 1 >&2 || tail -n 20 "$logs/train.log" >&2
     ! $stopping || return 0
     if grep -aqE 'train_ppo_ray stopped: on request' "$logs/train.log"; then
@@ -212,7 +212,7 @@ explain() {
     nap 3 # Ray checks its processes once a second
     find_lost
     [[ -z "$lost" ]] || return 0
-    # A node that has lost power ends no process here: SLURM, too, finds that out only minutes later.
+    # If a node loses power, no process here ends, and SLURM notices only minutes later.
     for i in "${!names[@]}"; do
         if ! timeout 60 srun --overlap --nodes=1 --ntasks=1 --nodelist="${names[i]}" --input=none true >/dev/null 2>&1; then
             lose "${names[i]}" "the node ${names[i]} does not answer any more."
@@ -220,7 +220,7 @@ explain() {
     done
 }
 
-# Ends every step of the job; calling it twice does no harm.
+# Ends every step of the job. Safe to call twice.
 tear_down() {
     local deadline=$((SECONDS + 40)) number=TERM pid left
     trap '' USR1 TERM INT
@@ -249,11 +249,11 @@ what_next() {
         echo finished
     elif $stopping; then
         echo requeue
-    elif [[ -n "$lost" && -z "$trainer" ]]; then # most likely the header is wrong, and would be the next time too
+    elif [[ -n "$lost" && -z "$trainer" ]]; then # most likely the header is wrong, so a requeue would fail too
         say "no training without all nodes: look at $lost, or at SETUP, CONTAINER and OUTPUT, which all nodes must share; then sbatch again."
         echo failed
     elif [[ -n "$lost" ]]; then
-        printf '%s\n' "$lost" >>"$losses" # a line for each attempt of the job, however many nodes it lost
+        printf '%s\n' "$lost" >>"$losses" # a line per attempt of the job
         if (($(wc -l <"$losses") <= MAX_REQUEUES)); then
             echo requeue
             return
@@ -264,7 +264,7 @@ what_next() {
         say "no training; the log above says why. sbatch again once that is mended."
         echo failed
     else
-        say "training ended with status $status; its log: $logs/train.log. sbatch again goes on from the last checkpoint, if there is one."
+        say "training ended with status $status; its log: $logs/train.log. sbatch again resumes from the last checkpoint, if there is one."
         echo failed
     fi
 }
@@ -274,6 +274,6 @@ requeue() {
         say "the job is back in the queue."
         exit 0
     fi
-    say "SLURM does not requeue this job (--requeue, JobRequeue); sbatch again goes on from the last checkpoint, if there is one."
+    say "SLURM does not requeue this job (--requeue, JobRequeue); sbatch again resumes from the last checkpoint, if there is one."
     exit "$status"
 }

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Trains on several nodes of a SLURM cluster: starts a Ray cluster over its nodes and runs a train.sh preset on it.
+# Trains on several nodes of a SLURM cluster: starts a Ray cluster on them and runs a train.sh preset.
 #
 #   sbatch examples/scripts/train_gtpo_slurm.sh                     from the project's root, after editing this header
 #   LAUNCHER=grpo_s_colocated NODES=2 sbatch --nodes=2 examples/scripts/train_gtpo_slurm.sh
-#   sbatch examples/scripts/train_gtpo_slurm.sh -- --actor.adam.lr 5e-7      what follows -- goes to the trainer
+#   sbatch examples/scripts/train_gtpo_slurm.sh -- --actor.adam.lr 5e-7      arguments after -- go to the trainer
 #   bash examples/scripts/train_gtpo_slurm.sh --dry-run             print every command, start nothing; on any host
 #
-# Before the job's time is over, before preemption (if the cluster says so) and on `scancel --batch --signal=USR1 JOB`
+# Before the job's time limit, before preemption (if the cluster signals it) and on `scancel --batch --signal=USR1 JOB`,
 # the run saves a checkpoint after the step in progress, and the job goes back into the queue and continues from there.
 # docs/slurm.md explains its messages.
 
@@ -23,25 +23,25 @@
 #SBATCH --output=slurm-%j.log
 ##SBATCH --account=…
 ##SBATCH --partition=…
-# @900: seconds before the end; must be more than one step and the writing of a checkpoint take.
+# @900: seconds before the end; must be longer than one step plus saving a checkpoint.
 
-# What runs: a preset of train.sh, or a script (benchmark_train.sh, the planner's), from the project's root. Its own
+# What to run from the project's root: a preset of train.sh, or a script (benchmark_train.sh, the planner's). Its
 # variables (MODEL, STEPS, NODES, …) come from the environment too.
 LAUNCHER="${LAUNCHER:-gtpo_32b}"
 LAUNCHER_FLAGS="${LAUNCHER_FLAGS:-}"           # such as --cpu
-OUTPUT="${OUTPUT:-}"                           # on a disk that all nodes share; empty: in runs/, named after LAUNCHER, ALGORITHM and SURROGATE
-# Where it runs: on the bare host, after these shell commands on each node …
+OUTPUT="${OUTPUT:-}"                           # on a disk that all nodes share; empty: runs/LAUNCHER, with ALGORITHM and SURROGATE
+# Where to run: on the bare host, after these shell commands on each node …
 SETUP="${SETUP:-}"                             # such as: module load cuda && source /shared/venv/bin/activate
 # … or in a container: pyxis:IMAGE (srun --container-image) or apptainer:IMAGE.
 CONTAINER="${CONTAINER:-}"
 CONTAINER_MOUNTS="${CONTAINER_MOUNTS:-}"       # more folders, such as /shared/models,/scratch
-# The network between the nodes: an interface such as ib0, or empty for the address under which SLURM knows a node.
+# The network between the nodes: an interface such as ib0; empty: SLURM's address of each node.
 INTERFACE="${INTERFACE:-}"
-PORT="${PORT:-}"                               # first of four on the head; empty: one derived from the job's number
+PORT="${PORT:-}"                               # first of four ports on the head; empty: derived from the job's number
 RAY_FLAGS="${RAY_FLAGS:-}"                     # flags of `ray start` on every node
-NODE_TMP="${NODE_TMP:-/tmp}"                   # on a disk of each node; a short name, as it holds Unix sockets
+NODE_TMP="${NODE_TMP:-/tmp}"                   # on each node's own disk; a short path, for Unix sockets
 JOIN_TIMEOUT="${JOIN_TIMEOUT:-600}"            # seconds until every node must have joined
-MAX_REQUEUES="${MAX_REQUEUES:-5}"              # for lost nodes; a signal always requeues
+MAX_REQUEUES="${MAX_REQUEUES:-5}"              # after lost nodes; a signal always requeues
 set -euo pipefail
 
 say() { printf '[slurm] %s\n' "$*" >&2; }
@@ -66,7 +66,7 @@ while (($# > 0)); do
     esac
     shift
 done
-# SLURM runs a copy of this file in a folder of its own.
+# SLURM runs a copy of this file in another folder.
 root="${ROOT:-${SLURM_SUBMIT_DIR:-$(pwd)}}"
 [[ -f "$root/examples/scripts/ray_cluster.sh" ]] ||
     refuse "$root is not the project's root; call sbatch from the root, or set ROOT to it."
@@ -81,7 +81,7 @@ elif [[ ! -f "$LAUNCHER" ]]; then
 fi
 read -ra launcher_flags <<<"$LAUNCHER_FLAGS"
 [[ " ${launcher_flags[*]} $* " != *" --ckpt.stop_file"[\ =]* ]] ||
-    refuse "--ckpt.stop_file is this script's own; touch OUTPUT/slurm/JOB-ATTEMPT/stop, or scancel --batch --signal=USR1 JOB."
+    refuse "this script sets --ckpt.stop_file itself; to stop, touch OUTPUT/slurm/JOB-ATTEMPT/stop, or scancel --batch --signal=USR1 JOB."
 for number in "JOIN_TIMEOUT=$JOIN_TIMEOUT" "MAX_REQUEUES=$MAX_REQUEUES" "PORT=${PORT:-1}"; do
     [[ "${number#*=}" =~ ^[0-9]{1,9}$ ]] || refuse "$number is not a number."
 done
@@ -89,7 +89,7 @@ done
 # shellcheck source=examples/scripts/ray_cluster.sh
 source examples/scripts/ray_cluster.sh
 variant="${ALGORITHM:+-$ALGORITHM}${SURROGATE:+-$SURROGATE}"
-[[ " $LAUNCHER_FLAGS " != *" --cpu "* ]] || variant+=-cpu # as train.sh, which the OUTPUT exported here overrules
+[[ " $LAUNCHER_FLAGS " != *" --cpu "* ]] || variant+=-cpu # as in train.sh, but the OUTPUT exported here overrides its own
 OUTPUT="$(realpath -m "${OUTPUT:-runs/$(basename "$LAUNCHER" .sh)$variant}")"
 export OUTPUT
 mounts="$root,$OUTPUT${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}"
@@ -117,7 +117,7 @@ dashboard="http://127.0.0.1:$((port + 1))"
 logs="$OUTPUT/slurm/$SLURM_JOB_ID-$attempt"
 losses="$OUTPUT/slurm/$SLURM_JOB_ID-lost"
 token="$logs/ray_token"
-stop_file="$logs/stop" # one for each attempt: what stopped the last one must not stop this one
+stop_file="$logs/stop" # one per attempt: an earlier attempt's request must not stop this one
 flags=("${launcher_flags[@]}" -- --ckpt.load_enable --ckpt.stop_file "$stop_file" "$@")
 training=("${launcher[@]}" --submit "$dashboard" "${flags[@]}")
 export SETUP PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
@@ -131,12 +131,12 @@ if $dry_run; then
     exec "${launcher[@]}" --dry-run "${flags[@]}"
 fi
 
-mkdir -p "$logs" || refuse "OUTPUT=$OUTPUT cannot be made."
-exec 9>"$OUTPUT/slurm/lock" # until this job ends: another one, or another task of its array, would train into the same files
-waits=$((attempt > 0 ? 60 : 0)) # what the last attempt left on a node may still be ending
+mkdir -p "$logs" || refuse "OUTPUT=$OUTPUT cannot be created; name another folder."
+exec 9>"$OUTPUT/slurm/lock" # held until this job ends: another job, or another task of its array, would write the same files
+waits=$((attempt > 0 ? 60 : 0)) # processes of the last attempt may still be ending
 flock --timeout "$waits" --conflict-exit-code 75 9 || (($? != 75)) || refuse "another job trains in OUTPUT=$OUTPUT; give this one its own, or wait for that one."
 say "job $SLURM_JOB_ID, attempt $((attempt + 1)), on ${names[*]}; logs: $logs"
-run_on_cluster # sets status, and lost, stopping or cancelled if that is why it ended
+run_on_cluster # sets status, and the reason: lost, stopping or cancelled
 case "$(what_next)" in
     requeue) requeue ;;
     finished) say "training is over; results: $OUTPUT" ;;

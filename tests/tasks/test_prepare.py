@@ -84,7 +84,7 @@ def test_benchmarks_become_files_that_evaluate_reads(tmp_path, capsys):
         rewards = [reward_func([f"{text[0]} \\boxed{{{box}}}"], text, label)["rewards"] for box in (right, wrong)]
         assert rewards == [1, 0], name
     assert main(["benchmarks", "--names", "amc23", "--from", str(hub), "--output", str(tmp_path / "out")]) == 2
-    assert "has amc23.jsonl already; name another folder" in capsys.readouterr().err
+    assert "already has amc23.jsonl; name another folder" in capsys.readouterr().err
     assert main(["benchmarks", "--from", str(tmp_path), "--output", str(tmp_path / "new")]) == 2
     assert "has no aime2024.jsonl, .json, .csv or .parquet" in capsys.readouterr().err
     (hub / "amc23.jsonl").write_text('{"problem": "1 + 1?", "answer": 2}\n')

@@ -2,7 +2,7 @@
 # GRPO-S on one node of 8 GPUs, 4 that train and 4 that sample: Qwen2.5-7B, mathematics.
 #
 # Paper:      GTPO and GRPO-S: Token and Sequence-Level Reward Shaping with Policy Entropy, arXiv 2508.04349
-# Techniques: those of grpo_s_colocated in the placement of gtpo_split
+# Techniques: as grpo_s_colocated, with the placement of gtpo_split
 #
 #   bash examples/scripts/train.sh grpo_s_split
 ALGORITHM="${ALGORITHM:-grpo_s}"

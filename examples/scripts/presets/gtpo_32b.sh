@@ -4,7 +4,7 @@
 # Paper:      GTPO and GRPO-S: Token and Sequence-Level Reward Shaping with Policy Entropy, arXiv 2508.04349
 # Techniques: as gtpo_colocated (G = 16, global batch 128, learning rate 1e-6, prompts of 2048 and responses of 4096
 #             tokens, temperature 1, clip 0.2/0.28, α₁ = 1, α₂ = 0.1); Megatron-core TP8 × DP4 with sequence parallelism, FP8
-#             products with blockwise scales, every 20th batch audited for what FP8 does to the advantages; vLLM TP8 × 4
+#             products with blockwise scales, every 20th batch audited for FP8's effect on advantages; vLLM TP8 × 4
 #
 #   sbatch examples/scripts/train_gtpo_slurm.sh                                # on SLURM
 #   bash examples/scripts/train.sh gtpo_32b --submit http://127.0.0.1:6380     # on a Ray cluster, from its head

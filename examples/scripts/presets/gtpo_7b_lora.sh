@@ -2,7 +2,7 @@
 # GTPO with LoRA on one GPU of 80 GB, trainer and vLLM engine taking turns: Qwen2.5-7B, mathematics.
 #
 # Paper:      GTPO and GRPO-S: Token and Sequence-Level Reward Shaping with Policy Entropy, arXiv 2508.04349
-# Techniques: as gtpo_one_gpu, with adapters of rank 32 in the place of all weights, which engines get merged (docs/lora.md)
+# Techniques: as gtpo_one_gpu, with LoRA adapters of rank 32, merged into the weights for the engines (docs/lora.md)
 #
 #   bash examples/scripts/train.sh gtpo_7b_lora
 MODEL="${MODEL:-Qwen/Qwen2.5-7B}"

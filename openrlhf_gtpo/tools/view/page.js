@@ -1,6 +1,6 @@
 "use strict";
-// Shows what Python computed; computes no share, reward or advantage itself. Whatever comes from a response becomes a
-// text node. A number of a token is a 16-bit code, see `decimal_codes` in page.py.
+// Shows the numbers that Python computed, and computes no share, reward or advantage itself. Text of a response becomes a
+// text node. A token's number is a 16-bit code, see `decimal_codes` in page.py.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);
@@ -8,7 +8,7 @@ const LIST_PAGE = 100, TEXT_PAGE = 3000, BARS = 48;
 const NUMBERS = Float64Array.from({length: 65536}, (_, code) =>
   (code & 2047) === 0 ? NaN : Number(`${(code & 2047) - 1024}e${(code >> 11) - 20}`));
 
-const VALUES = {  // what tokens can be colored by: its name, unit, scale, and where it is
+const VALUES = {  // values to color tokens by: name, unit, scale, and source
   entropy: {name: "entropy H", unit: "nats", of: (s) => codes(s.columns.entropy)},
   share: {name: "share", unit: "times its peers' mean", credit: true, of: (s, c) => credited(s, c, "share")},
   reward: {name: "shaped reward r", unit: "reward", credit: true, of: (s, c) => credited(s, c, "reward")},
@@ -66,7 +66,7 @@ async function load(index) {
   return s.ready;
 }
 
-const codes = (column) => column && ((row, i) => NUMBERS[column[i]]);  // of a row's token, by its place in the step
+const codes = (column) => column && ((row, i) => NUMBERS[column[i]]);  // of a row's token, by its index in the step
 
 function credited(s, c, name) {
   const credit = s.credits[c];
@@ -84,7 +84,7 @@ function position(s, row, token) {  // among the row's action tokens, from 1
   return t;
 }
 
-function tokenAt(s, row, t) {  // the place of the action token at position t, or -1
+function tokenAt(s, row, t) {  // index of the action token at position t, or -1
   for (let i = s.offsets[row]; i < s.offsets[row + 1]; i++)
     if (s.columns.mask[i] && --t === 0) return i - s.offsets[row];
   return -1;
@@ -100,7 +100,7 @@ function format(x) {
   return x == null || Number.isNaN(x) ? "–" : String(Number(x.toPrecision(3))).replaceAll("-", "−");
 }
 
-function visible(piece) {  // text as it is, with what cannot be seen made so
+function visible(piece) {  // the text with invisible characters made visible
   const text = piece.replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g,
     (hidden) => `⟨U+${hidden.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`)
     .replaceAll("\n", "↵\n").replaceAll("\t", "⇥\t");
@@ -188,7 +188,7 @@ const nameOf = (s, row) => `prompt ${s.group[row] + 1}, response ${group(s, row)
 function showList() {
   const rows = filtered();
   $("count").textContent = `${rows.length} of ${step.row.length} responses`;
-  const sizes = {}, place = step.group.map((one) => (sizes[one] = (sizes[one] ?? 0) + 1));  // of a row in its group
+  const sizes = {}, place = step.group.map((one) => (sizes[one] = (sizes[one] ?? 0) + 1));  // number of a row in its group
   $("list").replaceChildren(...rows.slice(0, state.shown).map((row) => {
     const item = document.createElement("li"), button = element("button", "", {type: "button"});
     const good = success(row);
@@ -255,7 +255,7 @@ function showResponse() {
       openStep(index, data.steps[index].prompt.indexOf(s.prompt[row]));
     };
     return button;
-  }), " (this one stays beside)"] : []));
+  }), " (this response stays visible)"] : []));
   showTokens($("text"), s, row, state.tokens, true);
   const left = length(s, row) - state.tokens;
   $("more-tokens").hidden = left <= 0;
@@ -297,7 +297,7 @@ function showToken(scroll = true) {
   if (scroll) span.scrollIntoView({block: "nearest"});
   const acts = s.columns.mask[i];
   $("token").textContent = acts ? `${spoken(piece)}, token t = ${t} of ${s.actions[row]}`
-    : `${spoken(piece)}, not sampled by the policy: it is given nothing`;
+    : `${spoken(piece)}, not sampled by the policy, so it has no credit`;
   const pairs = [];
   for (const [name, {name: label, unit, text = format, of}] of Object.entries(VALUES)) {
     const get = of(s, state.credit, state.other);
@@ -364,7 +364,7 @@ function formulas(c, row, i, t) {
   if (credit.reward === null) return [...lines, line(`A = ${A}`)];
   if (method.known) lines.push(line(`share = ${good ? own : `(${own})`} / ${compared} = ${share}`, words));
   lines.push(line(`${good ? "r⁺" : "r⁻"} = ${method.known ? `${filled} = ` : ""}${reward}`));
-  lines.push(uniform && A === "0" ? line("A = 0", `all of the group are ${kind}: there is nothing to compare`)
+  lines.push(uniform && A === "0" ? line("A = 0", `the whole group is ${kind}: there is nothing to compare`)
     : line(`A = (${reward} − ${format(credit.mean[row])}) / ${format(credit.std[row])} = ${A}`));
   return lines;
 }
@@ -442,7 +442,7 @@ function brush(from, to) {
   showResponse();
 }
 
-// ── Going about ──
+// ── Navigation ──
 
 function openRow(row, focus = false) {
   state.row = row;
@@ -492,10 +492,10 @@ async function openStep(index, row = Math.max(0, data.steps[index].advantage.fin
     state.credit = Math.max(0, step.credits.findIndex(Boolean));
     $("credit").value = state.credit;
   }
-  showList();  // needs no array, and is seen before they are unpacked
+  showList();  // needs no array, so it appears before they are unpacked
   await new Promise((painted) => setTimeout(painted));
   await load(index);
-  if (step !== data.steps[index]) return;  // another was chosen meanwhile
+  if (step !== data.steps[index]) return;  // the user has chosen another meanwhile
   offerValues();
   showValue();
   document.body.dataset.ready = "true";
@@ -539,7 +539,7 @@ $("histogram").addEventListener("pointerdown", (event) => {
   $("histogram").setPointerCapture(event.pointerId);
 });
 $("histogram").addEventListener("pointerup", (event) => {
-  if (dragged === null) return;  // pressed elsewhere
+  if (dragged === null) return;  // the drag began elsewhere
   const [from, to] = [dragged, atPointer(event)].sort((a, b) => a - b);
   dragged = null;
   if (from === to) return;
