@@ -109,15 +109,18 @@ def _evaluate_each(args: argparse.Namespace) -> None:
 
     from openrlhf_gtpo.tools.experiment.comparison import paired_difference
 
+    # Name each model by its folder, or by its whole path if names repeat.
     labels = [Path(model).name for model in args.model]
     if len({*labels}) < len(labels):
         labels = [str(Path(model)).strip("/").replace("/", "_") for model in args.model]
+    # Rebuild the command line from the arguments, without the models and the output folder.
     words = []
     for action in build_parser()._actions:
         value = getattr(args, action.dest, None)
         if action.dest not in ("model", "output") and value is not None and value != action.default:
             flag = action.option_strings[0] if value is not False else action.option_strings[-1]
             words += [flag] if isinstance(value, bool) else [flag, str(value)]
+    # Evaluate: vLLM frees its memory only when its process ends.
     results = []
     for model, label in zip(args.model, labels, strict=True):
         print(f"{label}: {model}", file=sys.stderr, flush=True)
@@ -126,6 +129,7 @@ def _evaluate_each(args: argparse.Namespace) -> None:
         if status:
             raise SystemExit(status)  # the process has printed the reason
         results.append(json.loads((args.output / label / "scores.json").read_bytes()))
+    # Print and write one table, and each model's paired difference from the first.
     rows = {
         f"{label}, {data}": summarize(scores)
         for label, result in zip(labels, results, strict=True)
@@ -202,14 +206,17 @@ def checked_inputs(flags: dict[str, Any], model: str, named: str | None = None) 
     from openrlhf_gtpo.training.rollout.rewards import try_reward
     from openrlhf_gtpo.training.rollout.turns import check_turns
 
+    # The model, and how many tokens it can read.
     checkpoint = Model(model, "--model")
     checkpoint.check_weights()
     if flags["data.max_len"] is None:
         positions = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", _MAX_LEN)
         flags = flags | {"data.max_len": min(_MAX_LEN, positions)}
     checkpoint.check_length(flags["data.max_len"])
+    # Fill in the prompt settings that the model was trained with.
     kept = prompts.kept_prompts(Path(model))
     before, flags = flags, prompts.filled(flags, kept)
+    # Choose what grades the answers: a reward, an agent, or the agent of the training.
     file, trained_with = flags["reward.remote_url"], kept.get(prompts.AGENT)
     if trained_with and not (file or flags[prompts.AGENT] or _is_own(trained_with, model, named or model)):
         raise UsageError(
@@ -221,6 +228,7 @@ def checked_inputs(flags: dict[str, Any], model: str, named: str | None = None) 
         raise UsageError(f"--{prompts.AGENT} replaces --reward.remote_url; leave one of them out.")
     if not (file or agent):
         raise UsageError("Answers need a grader; give a --reward.remote_url, or an agent's --train.agent_func_path.")
+    # Report every difference from training, which would change the scores.
     if trained_with and (not agent or os.path.abspath(agent) != os.path.abspath(trained_with)):
         how = f"with {agent}" if agent else f"once, without it; --{prompts.AGENT} {trained_with} runs it"
         print(f"The model was trained with the agent {trained_with}, and is asked {how}.", file=sys.stderr)
@@ -234,6 +242,7 @@ def checked_inputs(flags: dict[str, Any], model: str, named: str | None = None) 
         )
     if flags["data.apply_chat_template"] and flags["data.input_template"]:
         raise UsageError("--data.apply_chat_template replaces --data.input_template; leave one of them out.")
+    # Check the questions, and try the reward or the agent on them.
     run = hierarchize(argparse.Namespace(**flags, **{"actor.model_name_or_path": model}))
     run.use_ms = False  # ModelScope
     given = [flag for flag, value in before.items() if value is not None]  # data may lack training's columns

@@ -58,6 +58,7 @@ def _check(grid: Grid) -> None:
     """Reject combinations that cannot work. Seeds do not matter, so the first untrained run of each is checked."""
     from openrlhf_gtpo.training.run import check, parse
 
+    # Parse each combination's command line, and find switches that `false` does not turn off.
     untrained = {run.label: run for run in reversed(grid.runs) if not is_trained(run)}
     parsed = {}
     for label, run in reversed(untrained.items()):
@@ -74,9 +75,11 @@ def _check(grid: Grid) -> None:
                         f"{flag}: false only leaves the flag out, and {flag} is on by default; write no-{flag}: "
                         "true, if the flag has that form."
                     )
+    # The trainer's own checks.
     for label, args in parsed.items():
         with _named(label):
             check(args)
+    # The evaluation's flags.
     if grid.evaluate is not None:
         parser = evaluate.build_parser()
         parser.error = _refuse  # type: ignore[method-assign]  # argparse's would print the usage of another command
@@ -93,6 +96,7 @@ def _check(grid: Grid) -> None:
                 )
             evaluation = parser.parse_args([*words(grid.evaluate), "--model", "MODEL", "--output", "OUTPUT"])
             flags = evaluate.checked_flags(evaluation)
+            # The evaluation's inputs, once for each model and agent that it will see.
             trained = (run.folder / "model" for run in grid.runs if is_trained(run) and not is_finished(run, grid))
             asked = [(str(folder), None, flags) for folder in trained]
             for at, args in parsed.items():  # as the evaluation will ask the models

@@ -109,6 +109,7 @@ def _compare(args: argparse.Namespace) -> None:
 
     runs: dict[str, list[list[dict[str, Any]]]] = {}
     inputs: set[tuple[str, Path]] = set()
+    # Read each label's runs, and check that no output replaces an input.
     for text in args.runs:
         label, separator, path = text.partition("=")
         if not (label and separator and path):
@@ -129,6 +130,7 @@ def _compare(args: argparse.Namespace) -> None:
         runs.setdefault(label, []).extend([*finished, last])
     if args.png and args.markdown and args.png.resolve() == args.markdown.resolve():
         raise UsageError(f"--png and --markdown are both {args.png}; name two files.")
+    # Print, write and draw the comparison.
     table = comparison_markdown(runs)
     print(table, end="")
     if args.markdown:

@@ -75,6 +75,7 @@ def _score(args: argparse.Namespace, given: Sequence[str]) -> None:
     check_openrlhf()
     from openrlhf.utils.config import hierarchize
 
+    # Everything is checked before the processes start.
     check_output("--output", args.output, args.input, *Path(args.model).glob("*"))
     flags = hierarchize(args)
     layout = megatron_flags.layout_of(flags)

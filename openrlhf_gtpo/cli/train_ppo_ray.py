@@ -121,6 +121,7 @@ def supervise(command: Sequence[str], args: Arguments, locks: Sequence[int] = ()
     Args:
         locks: descriptors of the run's locks. They outlive this process if its run does.
     """
+    # The command of every start; a restart adds --ckpt.load_enable.
     stop.prepare(args)
     command = [*command, "--ckpt.stop_file", str(stop.stop_file(args))]
     command += ["--logger.wandb.run_name", args.logger.wandb.run_name]  # otherwise each start would use its own time
@@ -136,6 +137,7 @@ def supervise(command: Sequence[str], args: Arguments, locks: Sequence[int] = ()
         return True
 
     for restart in range(1, restarts + 2):
+        # Run it, and show the last words of a run with a log.
         heartbeat.clear()
         environment = os.environ | {_SUPERVISED: "1"}
         logged = log.stat().st_size if log and log.exists() else 0
@@ -149,6 +151,7 @@ def supervise(command: Sequence[str], args: Arguments, locks: Sequence[int] = ()
         heartbeat.clear()
         if status in _ENDS:
             return 1 if status == _NOT_AGAIN else status
+        # It may succeed next time: say why it ended, and where the restart begins.
         why = f"the run ended with status {status} (see its last lines)"
         if status == HUNG:
             why = stalled

@@ -256,11 +256,13 @@ def sweep(
     for columns in spans(weight.size(0), tile.columns):
         weight_tile = weight[columns]
         place = None if d_weight is None else d_weight[columns]
+        # The accumulator of this tile's weight gradient: the gradient itself if it is wide enough.
         weight_sum: Tensor | None = None
         if place is not None and not direct:
             weight_sum = place if place.dtype == wide else torch.empty(place.shape, dtype=wide, device=place.device)
             if d_weight_is_fresh or weight_sum is not place:
                 weight_sum.zero_()
+        # Recompute the logits, turn them into their gradient, and multiply it with both factors.
         for tokens in spans(hidden.size(0), tile.tokens):
             grad = memory.gradient(
                 memory.product(hidden[tokens], weight_tile),

@@ -88,6 +88,7 @@ def run_processes(function: Callable[..., T], world_size: int, *args: Any) -> T:
         ValueError: as a rank raised it, with its traceback as the cause.
         ProcessFailed: a rank raised anything else, or died.
     """
+    # Under torchrun or srun, join the other processes.
     chosen = platform.detect()
     launched = launched_world_size()
     if launched is not None:
@@ -148,9 +149,7 @@ def _run_here(function: Callable[..., T], args: tuple, world_size: int, shared: 
     work = pickle.dumps((function, args))  # before anything starts: raises if the function cannot be pickled
     with TemporaryDirectory() as name:
         folder = Path(name)
-        logging.getLogger("torch.multiprocessing.spawn").setLevel(
-            logging.ERROR
-        )  # silences warnings about terminated ranks
+        logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # no warnings of ended ranks
         # Set before the start: OpenMP reads its variables when torch is imported, before `_serve` runs.
         with _environment(shared):
             context = start_processes(_serve, (work, folder), world_size, join=False, start_method="spawn")
@@ -159,6 +158,7 @@ def _run_here(function: Callable[..., T], args: tuple, world_size: int, shared: 
                 pass
             return pickle.loads((folder / "result").read_bytes())
         except (ProcessExitedException, ProcessRaisedException) as failed:
+            # Prefer a dead rank, then the first user error, then the first other error.
             dead = [
                 ProcessFailed(rank, f"the process {_ending(process.exitcode)} without a message")
                 for rank, process in enumerate(context.processes)

@@ -76,11 +76,13 @@ def gains(rows: Rows) -> list[Gain]:
 
 def _bounds(rows: Rows, offers: Mapping[str, str]) -> Iterator[tuple[str, float, float, str]]:
     """Each offer with the seconds of a step, or of the run, and a lower bound on the seconds with it."""
+    # Median seconds of a step and its phases. Without them nothing can be said.
     step = _median(rows, names.TIMING_STEP_WALL)
     phases = [_median(rows, names.timing(phase)) for phase in (*names.PHASES, names.OLD_LOG_PROBS)]
     if step is None or None in phases[:4]:
         return
     sampling, _, training, _, forward = (seconds or 0.0 for seconds in phases)
+    # A synchronous run could sample ahead. An asynchronous one could stop waiting for its longest responses.
     waits = _median(rows, names.IDLE_TRAINER)
     if waits is None:
         why = "engines on their own GPUs sample while the policy trains"
@@ -94,6 +96,7 @@ def _bounds(rows: Rows, offers: Mapping[str, str]) -> Iterator[tuple[str, float,
         left = max(step - waits, rollout * mean / most if most else rollout)
         yield names.OFFER_IN_FLIGHT, step, left, "engines do not wait for the longest response"
     yield names.OFFER_SAMPLER_ENTROPY, step, step - forward, "the forward pass for entropies is left out"
+    # Tokens computed with each prompt once, over the tokens computed now.
     prompts, responses, computed, tokens = (
         _median(rows, name)
         for name in (names.TOKENS_PROMPT, names.TOKENS_RESPONSE, names.TOKENS_COMPUTED, names.TOKENS_ROWS)
@@ -103,6 +106,7 @@ def _bounds(rows: Rows, offers: Mapping[str, str]) -> Iterator[tuple[str, float,
             once = (prompts / samples + responses) / (computed * (prompts + responses) / tokens)
             left = step - (training + forward) * (1 - min(1.0, once))
             yield names.OFFER_SHARED_PROMPTS, step, left, "each prompt is computed once for all its responses"
+    # Work between steps, over the whole run.
     steps, walls = series(rows, names.KIND_TRAIN, names.TIMING_STEP_WALL)
     every = [int(word) for word in offers.get(names.OFFER_RARER, "").split() if word.isdigit()]
     if max(every, default=0) <= steps[-1]:  # half of one would be none

@@ -53,6 +53,7 @@ def plot_run(metrics: Rows, png_path: str | Path, title: str = "") -> Path:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(13, 4.4), layout="constrained")
         reward, entropy, length = figure.subplots(1, 3)
+        # Reward: training, then each data source with its intervals, over the shaded idle steps.
         _line(reward, series(metrics, train, names.REWARD_MEAN), "training (mean of rollout)", COLORS[0])
         held_out = held_out_names(metrics)
         for index, name in enumerate(held_out):
@@ -68,6 +69,7 @@ def plot_run(metrics: Rows, png_path: str | Path, title: str = "") -> Path:
         for number, step in enumerate(idle_steps(metrics)):
             shade = {"color": "0.88", "linewidth": 0, "zorder": 0}
             reward.axvspan(step - 0.5, step + 0.5, label=None if number else "nothing learned", **shade)
+        # Entropy by outcome, and lengths.
         for name, label, color, line in (
             (names.ENTROPY_ALL, "all tokens", "black", "-"),
             (names.ENTROPY_POSITIVE, "correct responses", COLORS[2], "--"),
@@ -77,6 +79,7 @@ def plot_run(metrics: Rows, png_path: str | Path, title: str = "") -> Path:
         _line(length, series(metrics, train, names.RESPONSE_LENGTH_MEAN), "training", COLORS[0])
         points = series(metrics, names.KIND_EVAL, names.EVAL_RESPONSE_LENGTH_MEAN)
         _line(length, points, "held out", COLORS[1], marker=MARKERS[0], markersize=7, zorder=3)
+        # Titles, units and legends.
         for axes, panel, unit in (
             (reward, "Reward", "mean reward"),
             (entropy, "Policy entropy", "nats per token"),
@@ -134,6 +137,7 @@ def plot_figures(runs: Mapping[str, Sequence[Rows]], folder: Path) -> dict[str, 
     def train(name: str) -> Callable[[Rows], Points]:
         return lambda rows: series(rows, names.KIND_TRAIN, name)
 
+    # Choose the four panels: title, unit, and how to read a run's points.
     panels: dict[str, tuple[str, Callable[[Rows], Points]]] = {
         "Policy entropy": ("nats per token", train(names.ENTROPY_ALL)),
         "Response length": ("tokens", train(names.RESPONSE_LENGTH_MEAN)),
@@ -152,6 +156,7 @@ def plot_figures(runs: Mapping[str, Sequence[Rows]], folder: Path) -> dict[str, 
         for title, (unit, read) in (panels | best).items():
             figure = Figure(figsize=(5, 3.3 + 0.18 * math.ceil(len(runs) / 2)), layout="constrained")  # and its legend
             axes = figure.subplots()
+            # Draw every label's runs and their mean, and name the labels without data.
             without = []
             for index, (label, seeds) in enumerate(runs.items()):
                 color, line = _color_and_line(index)

@@ -144,6 +144,7 @@ def read_runs(path: str | Path) -> list[list[dict[str, Any]]]:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         raise ValueError(f"cannot read metrics from {file}: {error.strerror}") from None
+    # Sort the lines into runs. A key of kind and step makes a later line replace an earlier one.
     runs: list[dict[tuple[str, int], dict[str, Any]]] = [{}]
     ends = [math.inf]  # of each run, the step that it was resumed from, until its next step
     broken = last = 0
@@ -154,11 +155,13 @@ def read_runs(path: str | Path) -> list[list[dict[str, Any]]]:
             row = None
         if isinstance(row, dict) and row.get("kind") in KINDS:
             key = (row["kind"], row["step"])
+            # Does this line begin another run?
             again = key in ((names.KIND_EVAL, 0), (names.KIND_TRAIN, 1)) and key in runs[-1]
             begins = key == (names.KIND_RUN, 0) and "ended" not in row
             if runs[-1] and (begins or again):
                 runs.append({})
                 ends.append(math.inf)
+            # Does it resume one? Then lines of later steps count only once the run repeats them.
             if row["kind"] == names.KIND_RUN and "ended" not in row:
                 ends[-1] = row["step"]
             elif row["step"] > ends[-1]:

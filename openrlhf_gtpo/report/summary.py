@@ -24,6 +24,7 @@ def print_run_summary(metrics: Rows) -> None:
     """Print a run's tables: held-out reward before, after and change, metrics of the first and last step (or of the
     nearest that has them), and a step's seconds and tokens/s by phase. Then print what would shorten a step, in how
     many steps nothing was learned, and the run's warnings. Without a terminal, the lines are plain text."""
+    # Held-out reward.
     held_out = _table("Held-out reward ± standard error", "task", "before", "after", "change", "evaluations")
     for name in held_out_names(metrics):
         evaluations = len(series(metrics, names.KIND_EVAL, name)[0])
@@ -35,6 +36,7 @@ def print_run_summary(metrics: Rows) -> None:
         held_out.add_row("no evaluation in this run", "-", "-", "-", "0")
 
     steps = [row for row in metrics if row["kind"] == names.KIND_TRAIN]
+    # Metrics of the first and the last step.
     training = _table(f"Training: {_last_step(metrics)} steps", "metric", "first step", "last step")
     audit = (names.FP8_ENTROPY_ERROR, names.FP8_SIGN_FLIPS, *names.SAMPLER_AUDIT.values())
     for name in (names.REWARD_MEAN, names.ENTROPY_ALL, names.RESPONSE_LENGTH_MEAN, *audit):
@@ -58,6 +60,7 @@ def print_run_summary(metrics: Rows) -> None:
             rate = f"{median(rates):{',.0f' if median(rates) >= 10 else '.2g'}}" if rates else "-"
             took_text = f"{took:{'.2f' if took >= 0.1 else '.2g'}}"
             timing.add_row(phase.replace("_", " "), took_text, share, rate, bound.get(phase, ""))
+    # Print the tables, and below them what would help and what went wrong.
     console = Console()
     console.print(held_out, "", training, "", timing)
     if (outside := bounds.between_steps(metrics)) >= 1:
@@ -89,6 +92,7 @@ def comparison_markdown(runs: Mapping[str, Sequence[Rows]]) -> str:
         lines = ["| run | training reward, last tenth of the steps | steps |", "|---|---:|---:|"]
     for label, rows_of_runs in runs.items():
         label = label.replace("|", r"\|")
+        # A row for each run and held-out task; without evaluations, the training reward.
         complete: dict[str, list[tuple[float, float]]] = {}
         for number, rows in enumerate(rows_of_runs, start=1):
             seeds = [row["seed"] for row in rows if row["kind"] == names.KIND_RUN and "seed" in row]
@@ -106,6 +110,7 @@ def comparison_markdown(runs: Mapping[str, Sequence[Rows]]) -> str:
                     complete.setdefault(task, []).append((before, after))
                 cells = " | ".join(_cells(before, after))
                 lines.append(f"| {run} | {task or 'none'} | {cells} | {_last_step(rows)} |")
+        # Then the label's means.
         for task, pairs in complete.items():
             spreads = [_with_spread(values) for values in zip(*pairs)]
             spreads.append(_with_spread([after - before for before, after in pairs], "+"))

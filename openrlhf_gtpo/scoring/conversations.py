@@ -67,6 +67,7 @@ class Conversations:
             for number, question in batch
             for index in range(settings["n"])
         ]
+        # Let the conversations run until they wait for the engine, then sample all waiting turns at once.
         try:
             while not all(task.done() for task in tasks):
                 await asyncio.wait(tasks, timeout=_GATHER, return_when=asyncio.FIRST_EXCEPTION)
@@ -85,6 +86,7 @@ class Conversations:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)  # they clean up after themselves
+        # Group the conversations by question, and turn each group into lists by name.
         columns = [task.result() for task in tasks]
         starts = range(0, len(columns), settings["n"])
         rows = [columns[start : start + settings["n"]] for start in starts]
@@ -106,6 +108,7 @@ class Conversations:
         from openrlhf_gtpo.training.rows import Row
 
         prompt, label = question
+        # State of this task: ``generate`` and the agent's chat template read it.
         _seeds.set([settings["seed"], number, index, 0])
         _answers.set([])
         template_variables.set(self._variables.get(prompt, self._variables[None]))
@@ -118,6 +121,7 @@ class Conversations:
             logprobs=0 if settings["temperature"] else None,  # entropies come with these
             flat_logprobs=bool(settings["temperature"]),
         )
+        # Run the conversation to its end, with training's checks of the result.
         try:
             response = await self._agent.execute(
                 prompt=prompt,

@@ -110,6 +110,7 @@ class RowFile:
                             "a prompt."
                         )
                     tokens, first = prompt + response, len(prompt)
+                # Would the model accept these tokens?
                 for place, token in enumerate(tokens):
                     if not 0 <= token < self.vocab_size:
                         raise UsageError(

@@ -198,12 +198,11 @@ def _read_problems(
     problems: dict[str, dict[str, Any]] = {}
     repeated = without_answer = 0
     for number, row in enumerate(table, 1):
+        # The answer as text; several become a list.
         problem = _field(row, problem_key, number)
         answers = _field(row, answer_key, number)
         answers = answers if isinstance(answers, list) else [answers]
-        answer = ", ".join(
-            str(part) for part in answers if part is not None and part == part
-        )  # skip empty cells and NaN
+        answer = ", ".join(str(part) for part in answers if part is not None and part == part)  # not NaN
         if answer_after is not None:
             answer = answer.rpartition(answer_after)[2].strip()
         problem = problem.strip() if isinstance(problem, str) else problem
@@ -212,9 +211,10 @@ def _read_problems(
         )
         if not (problem is None or isinstance(problem, str) or is_messages):
             raise ValueError(
-                f"row {number} expected {problem_key} to be a text, or chat messages with role and content, got "
+                f"row {number}: expected {problem_key} to be a text, or chat messages with role and content, got "
                 f"{str(problem)[:60]!r}"
             )
+        # Keep the first of equal problems, if its answer can be checked.
         contents = [message["content"] for message in problem] if isinstance(problem, list) else [problem or ""]
         key = "".join("".join(map(str, contents)).split())
         if key in problems:

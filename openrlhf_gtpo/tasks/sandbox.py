@@ -57,6 +57,7 @@ def _run(program: str, seconds: float, memory_mb: int, disk_mb: int, output: int
         source.seek(0)
         limits = map(str, (os.getpid(), math.ceil(seconds), memory_mb, disk_mb, folder))
         began = time.monotonic()
+        # A pidfd tells when the program ends, even if something else still holds its stdout.
         with subprocess.Popen(
             [*_COMMAND, *limits, *site.getsitepackages()],
             stdin=source,
@@ -71,6 +72,7 @@ def _run(program: str, seconds: float, memory_mb: int, disk_mb: int, output: int
             poll.register(pidfd, select.POLLIN)
             poll.register(stdout, select.POLLIN)
             try:
+                # Read until the program ends, prints too much or runs out of time, without its waits for a processor.
                 while len(said) <= output:
                     left = seconds + _WAITING - (time.monotonic() - began - _waited(process.pid))
                     if left <= 0:
@@ -88,6 +90,7 @@ def _run(program: str, seconds: float, memory_mb: int, disk_mb: int, output: int
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
                 os.close(pidfd)
+    # Say what ended it.
     if len(said) > output:
         said, ended = said[:output], f"[ended after {output} bytes of output]"
     elif process.returncode == -signal.SIGXCPU:

@@ -142,6 +142,7 @@ def _warm_start(model: Any, tokenizer: Any, entries: list[dict[str, Any]], rng: 
     answers = [entry["answer"] for entry in entries]
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=STEPS)
+    # Each batch draws questions. After the first steps, a part of the answers belongs to other questions.
     for step in range(STEPS):
         rows, labels = [], []
         for index in rng.choices(range(len(entries)), k=BATCH_SIZE):

@@ -158,9 +158,7 @@ def fused_adam(args: argparse.Namespace) -> Line:
     spec = find_spec("deepspeed")
     if _nvidia_smi() is None or spec is None or spec.origin is None:
         return skipped("no GPU or DeepSpeed here.")
-    built = Path(spec.origin).with_name(
-        "git_version_info_installed.py"
-    )  # read from a process: importing DeepSpeed prints lines
+    built = Path(spec.origin).with_name("git_version_info_installed.py")  # read: importing DeepSpeed prints lines
     if built.exists() and runpy.run_path(str(built))["installed_ops"].get("fused_adam"):
         return ok("compiled")
     return ok(f"not compiled; torch's fused AdamW computes the same steps. {_COMPILE}")

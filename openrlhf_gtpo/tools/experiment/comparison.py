@@ -100,9 +100,7 @@ def paired_difference(differences: np.ndarray) -> Difference:
             degrees = (v_seeds + v_prompts) / (v_seeds / (seeds - 1) + v_prompts / (prompts - 1))
     error = math.sqrt(v_seeds + v_prompts)
     quantile = float(special.stdtrit(degrees, 0.975))
-    seen = error * float(
-        special.nctdtrinc(degrees, 1 - _POWER, quantile)
-    )  # the 1 - _POWER quantile of the non-central t
+    seen = error * float(special.nctdtrinc(degrees, 1 - _POWER, quantile))  # non-central t with 1 - _POWER below it
     return Difference(effect, effect - quantile * error, effect + quantile * error, seen, seeds, prompts)
 
 

@@ -160,6 +160,7 @@ def write_page(
         shown |= {keys[-1] for keys in _held_out(run).values()}
         shown |= {key for key in run.scores if not key[1].startswith(_HELD_OUT)}
     columns = sorted(shown, key=_by_measure)
+    # The sentences about the baseline.
     verdict = [_joint_sentence(*key, p) for key, p in among.items() if not key[-1].startswith("pass@")]
     verdict += [
         f"{data}, {measure}: {difference.sentence(label, base)}"
@@ -204,10 +205,12 @@ def _read(path: Path, rows: Rows) -> FoundRun:
     start: dict[str, Any] = next((dict(row) for row in reversed(rows) if row["kind"] == names.KIND_RUN), {})
     folder = path if path.is_dir() else path.parent
     flags, evaluation = folder / "flags.json", folder / "evaluation" / "scores.json"
+    # Settings: recorded by the experiment, else from the metrics.
     try:
         settings = dict(json.loads(flags.read_text("utf-8"))) if flags.exists() else start
     except (ValueError, TypeError) as error:
         raise UsageError(f"{flags} was not written by cli.experiment; restore or remove it.") from error
+    # Scores of the evaluation after training, question by question.
     evaluated: dict[str, Any] = {"questions": {}, "scores": {}}
     try:
         if evaluation.exists():
@@ -226,6 +229,7 @@ def _read(path: Path, rows: Rows) -> FoundRun:
         questions = dict(evaluated["questions"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{evaluation} was not written by cli.evaluate; restore or remove it.") from error
+    # Held-out rewards in training; without any scores, the training reward.
     for name in held_out_names(rows):
         for step, value in zip(*series(rows, names.KIND_EVAL, name)):
             if step > 0:

@@ -53,9 +53,8 @@ def run_and_clear(
     """
     received: list[int] = []
     hung = False
-    others = set(
-        psutil.Process().children()
-    )  # children of a shell that became this process, such as a `tee` of its log
+    others = set(psutil.Process().children())  # of a shell that became this process, such as its log's `tee`
+    # Adopt orphans, and collect signals instead of dying of them (SIGHUP stays ignored under nohup).
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     handled = [number for number in _FORWARDED if not (nohup and number == signal.SIGHUP)]
@@ -71,6 +70,7 @@ def run_and_clear(
         )
         end = os.pidfd_open(child.pid)  # Popen.wait polls twenty times a second
         signaled = None
+        # Wait: after a signal or a hang, SIGTERM first, and SIGKILL once its time is up.
         while child.poll() is None:
             if signaled is None and (received or (hung := hangs())):
                 child.terminate()

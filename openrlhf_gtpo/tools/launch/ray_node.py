@@ -96,9 +96,7 @@ def with_token(environment: Mapping[str, str], token: Path | None) -> dict[str, 
     """Return a copy of ``environment`` in which Ray requires the token, because Ray listens on every interface."""
     if token is None:
         return dict(environment)
-    others = {
-        name: value for name, value in environment.items() if name != "RAY_AUTH_TOKEN"
-    }  # Ray would prefer this variable
+    others = {name: value for name, value in environment.items() if name != "RAY_AUTH_TOKEN"}  # Ray would prefer it
     return {**others, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token.absolute())}
 
 
@@ -146,6 +144,7 @@ def run_node(node: Node, token: Path | None, logs: Path | None) -> int:
                 has_run = (session / "ray_process_exit.log").exists()  # `ray start --block` prints what ended
                 slow = errors.is_file() and (_AGENT_WAS_SLOW in errors.read_bytes() or (waited and not has_run))
                 unmet = node.head is not None and not errors.is_file() and waited
+            # Restart only if Ray was too slow or found no ready head, while there is patience left.
             if status != 1:
                 return status
             if ends:

@@ -67,6 +67,7 @@ def details(plan: Candidate) -> str:
     count, size = plan.engines.count, plan.engines.tensor
     lines = [f"{layout_words(plan)}; {count} engine{'s' * (count > 1)} of {size} GPU{'s' * (size > 1)}"]
     lines.append(f"memory of the fullest GPU, GiB (of {plan.limit / GIB:.1f} usable)")
+    # Memory by phase and part, and the phase that breaks first.
     for phase, parts in plan.memory.items():
         named = ", ".join(
             f"{_PARTS.get(name, name)} {size / GIB:.1f}" for name, size in parts.items() if size >= 0.05 * GIB
@@ -85,6 +86,7 @@ def details(plan: Candidate) -> str:
             f"risk: less than {_ROOM / GIB:.0f} GiB to spare, which is the plan's error; if training runs out of "
             "memory, plan with a smaller --max-tokens-per-gpu"
         )
+    # Times, which need room for at least one row.
     engines = plan.engines
     if engines.fits:
         again = f"; it fills up, and {engines.recomputed:.0%} as many tokens as the responses have are computed again"

@@ -208,6 +208,7 @@ def _layouts(request: Request, cluster: Cluster) -> list[Layout]:
         raise SettingError("$lora_rank: the Megatron actor has no adapters for mixtures of experts; leave it out.")
     config, batch, node = request.config, request.workload.batch, request.cluster.gpus_per_node
     layouts, refusals = [], []
+    # Try every combination of parallel sizes, and keep the reasons against the illegal ones.
     for tensor, pipeline, context, expert in product(
         [request.tensor] if request.tensor else legal_tensor_parallel_sizes(config),
         [request.pipeline] if request.pipeline else legal_pipeline_parallel_sizes(config),

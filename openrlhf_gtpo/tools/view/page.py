@@ -110,6 +110,7 @@ def _step(dump: RolloutDump, methods: Sequence[Method], part: float, packed: Pac
     mask = columns["mask"].values[shown]
     lengths = np.diff(columns["mask"].offsets)[rows]
 
+    # Helpers that pack the shown part of a column.
     def printed_rows(values: Any) -> list[Any]:
         return [_printed(values[row].item()) for row in rows]
 
