@@ -16,9 +16,8 @@ class UsageError(ValueError):
 
 
 class TrainingStopped(RuntimeError):
-    """Training cannot continue. The data are missing or must not be learned from (a NaN, a failed reward), a
-    checkpoint cannot be written, or more engines were lost than the run allows. Bad data raise this before any weight
-    changes."""
+    """Training cannot continue: it lacks data or must not learn from them (a NaN, a failed reward; raised before
+    weights change), a checkpoint cannot be written, or more engines were lost than the run allows."""
 
 
 class Restartable(TrainingStopped):
@@ -45,11 +44,9 @@ def with_near_flag(message: str, known: Iterable[str]) -> str:
 
 
 def last_error(error: object, most: int) -> str:
-    """Put the text of an error on one line, cut after ``most`` characters.
-
-    If the text is a traceback, as in Ray's errors, only its end counts: everything from the last unindented line that
-    follows an indented one. The list of memory users that Ray's memory monitor appends is kept (2.55, raylet).
-    """
+    """Put the text of an error on one line, cut after ``most`` characters. Of a traceback, as in Ray's errors, only
+    the end counts: everything from the last unindented line that follows an indented one. The list of memory users
+    that Ray's memory monitor appends is kept (2.55, raylet)."""
     lines = str(error).strip().splitlines()
     ends = [n for n in range(1, len(lines)) if lines[n - 1][:1].isspace() and not lines[n][:1].isspace() and lines[n]]
     words = one_line("\n".join(lines[ends[-1] :])) if ends else one_line(error)

@@ -117,9 +117,7 @@ class ModelShape:
         def size(*names: str, default: int | None = None) -> int:
             value = next((found for name in names if (found := getattr(config, name, None)) is not None), default)
             if not isinstance(value, int) or value < 1:
-                raise UsageError(
-                    f"Expected {names[0]} in the model's config.json to be a whole number >= 1, got {value!r}."
-                )
+                raise UsageError(f"Expected a whole number {names[0]} >= 1 in config.json, got {value!r}.")
             return value
 
         kind, heads = config.model_type, size("num_attention_heads")
@@ -174,11 +172,7 @@ class ModelShape:
 
     def adapter_parameters(self, rank: int, tensor: int = 1) -> int:
         """Parameters of one decoder layer's adapters of LoRA rank ``rank`` on one process, for attention and a dense
-        MLP.
-
-        One factor of each matrix is sharded over TP like the matrix itself. Every process holds the whole other
-        factor.
-        """
+        MLP: each matrix has one factor sharded over TP like the matrix itself, and one whole factor."""
         hidden, query, key_value = self.hidden_size, self.query_width, self.key_value_width
         whole = hidden * 3 + hidden  # A of query, key and value; B of the projection
         sharded = query + 2 * key_value + query
@@ -232,9 +226,6 @@ def head_flops(shape: ModelShape, tokens: int) -> int:
 
 
 def forward_flops(shape: ModelShape, lengths: Iterable[int], response_tokens: int) -> int:
-    """Count the FLOPs of the whole model: :func:`decoder_flops` over all tokens, :func:`head_flops` over response
-    tokens.
-
-    The actor applies its head only at the positions that predict an action.
-    """
+    """Count the FLOPs of the whole model: :func:`decoder_flops` over all tokens, :func:`head_flops` over responses,
+    because the actor applies its head only at positions that predict an action."""
     return decoder_flops(shape, lengths) + head_flops(shape, response_tokens)

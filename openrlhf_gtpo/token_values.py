@@ -1,6 +1,4 @@
-"""The tokens that go into a forward pass, and the values that advantages are computed from.
-
-The values come from the forward pass or from the sampler.
+"""The tokens of a forward pass, and the values that it, or the sampler, returns for computing advantages.
 
 Depends only on torch.
 """
@@ -17,10 +15,8 @@ MicroBatch = list[TokenRow]
 
 
 class TokenValues(NamedTuple):
-    """Log-probs of tokens, and entropies (nats) of the distributions that they were drawn from.
-
-    Both are either (B, T) with 0 outside actions, or (N,) with only the actions of all rows.
-    """
+    """Log-probs of tokens, and entropies (nats) of the distributions that they were drawn from: (B, T), 0 outside
+    actions, or (N,), only the actions of all rows."""
 
     log_probs: Tensor
     entropy: Tensor

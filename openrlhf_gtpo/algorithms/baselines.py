@@ -54,11 +54,9 @@ def forking_tokens_advantages(
     config: ForkingTokensConfig,
     length_penalty: Tensor | None = None,
 ) -> Tensor:
-    """Keep GRPO's advantages at the tokens of :func:`forking_token_mask` and set the others to 0.
-
-    The other tokens get no policy loss, but still count in means over tokens. The entropies are the old policy's, and
-    the fraction is taken over the whole rollout, however it is split into optimizer steps. Only metrics read
-    ``success_threshold``.
+    """Keep GRPO's advantages at the tokens of :func:`forking_token_mask` and set the others to 0. Those tokens get no
+    policy loss, but still count in means over tokens. The entropies are the old policy's, and the fraction is of the
+    whole rollout, however it is split into optimizer steps. Only metrics read ``success_threshold``.
 
     Same arguments, errors and return value as :func:`gtpo_advantages`.
     """
@@ -90,10 +88,8 @@ def entropy_bonus_advantages(
     config: EntropyBonusConfig,
     length_penalty: Tensor | None = None,
 ) -> Tensor:
-    """Add :func:`entropy_advantage_bonus` to GRPO's advantages.
-
-    The entropies are the old policy's, however the rollout is split into optimizer steps. Only metrics read
-    ``success_threshold``.
+    """Add :func:`entropy_advantage_bonus` to GRPO's advantages. The entropies are the old policy's, however the
+    rollout is split into optimizer steps. Only metrics read ``success_threshold``.
 
     Same arguments, errors and return value as :func:`gtpo_advantages`.
     """

@@ -102,9 +102,8 @@ def grpo_s_advantages(
     config: GRPOSConfig,
     length_penalty: Tensor | None = None,
 ) -> Tensor:
-    """Compute sequence advantages, the same for all action tokens of a row (Eq. 8, 19).
-
-    A row counts once in the statistics, however long it is.
+    """Compute sequence advantages, the same for all action tokens of a row (Eq. 8, 19). A row counts once, however
+    long.
 
     Args:
         entropy: (B, T) entropy of the old policy at each token, in nats; detached, and read only inside the mask.

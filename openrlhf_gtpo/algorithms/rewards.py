@@ -9,12 +9,10 @@ LengthPenaltyForm = Literal["continuous", "as_printed"]
 
 
 class CreditParts(NamedTuple):
-    """The parts of an advantage, A = (reward - mean) / std.
-
-    ``share`` and ``reward`` are (B, T) for GTPO, (B,) for GRPO-S. The reward is the row's in its own set, with its
-    length penalty. ``mean`` and ``std`` are (B,), of the set it is normalized in. ``row_entropy``, (B,), is the
-    entropy that a sequence-level share compares; None at token level.
-    """
+    """The parts of an advantage, A = (reward - mean) / std. ``share`` and ``reward`` are (B, T) for GTPO, (B,) for
+    GRPO-S. The reward is the row's in its own set, with its length penalty. ``mean`` and ``std`` are (B,), of the set
+    it is normalized in. ``row_entropy``, (B,), is the entropy that a sequence-level share compares; None at token
+    level."""
 
     share: Tensor
     reward: Tensor
@@ -87,9 +85,8 @@ def group_relative_penalty(lengths: Tensor, won: Tensor, group_ids: Tensor) -> T
 
 
 def length_rescaling(lengths: Tensor, outcome: Tensor, group_ids: Tensor, alpha: float = 0.33) -> Tensor:
-    """Compute the term that, added to an outcome r, makes it r / (1 + alpha |o| / mean |o|).
-
-    This is GR3, group relative reward rescaling (arXiv 2603.10535, Eq. 6, 15). The mean is over a row's group.
+    """Compute the term that, added to an outcome r, makes it r / (1 + alpha |o| / mean |o|), with the mean over a
+    row's group: GR3, group relative reward rescaling (arXiv 2603.10535, Eq. 6, 15).
 
     Only right responses lose reward, and long ones lose more. The paper takes alpha = 0.33 for mathematics and code:
     the largest for which a right response of mean length kept an advantage of at least 0 in 99.9 % of the groups (Eq.

@@ -385,10 +385,8 @@ def _nth(ordered: Tensor, fraction: float, count: Tensor) -> Tensor:
 
 
 def token_covariance(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """Compute each action token's (B, T) contribution to the covariance of log-prob and advantage, detached.
-
-    It is (log pi - its mean) (A - its mean), as arXiv 2505.22617 defines it. Values outside the mask are arbitrary.
-    """
+    """Compute each action token's (B, T) contribution to the covariance of log-prob and advantage, detached: (log pi -
+    its mean) (A - its mean), as arXiv 2505.22617 defines it. Values outside the mask are arbitrary."""
     return _centered(log_probs.detach().to(advantages.dtype), mask) * _centered(advantages, mask)
 
 

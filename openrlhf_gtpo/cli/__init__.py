@@ -18,8 +18,7 @@ _KEY_FLAG = r"(--logger\.wandb\.ke?y?[=\s\0]['\"]?)(?!--)([^\s\0'\"]+)"  # argpa
 
 class HelpFormatter(argparse.HelpFormatter):
     """A help formatter that wraps descriptions by paragraph, keeps indented blocks, and adds each flag's default,
-    except for switches that are off and where the help already states it.
-    """
+    except for switches that are off and where the help already states it."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         fill = super()._fill_text

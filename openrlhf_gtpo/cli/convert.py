@@ -102,9 +102,7 @@ def _megatron_to_hf(args: argparse.Namespace) -> None:
         if note := without_comparison(adapters):
             print(f"{source} {note}", file=sys.stderr)
     elif not (source / SIDE_FILES / "config.json").is_file():
-        raise ValueError(
-            f"{source} has no configuration and tokenizer ({SIDE_FILES}/), so no model can be made of it."
-        )
+        raise ValueError(f"{source} has no configuration and tokenizer ({SIDE_FILES}/), which a model needs.")
     work = str(source.resolve()), str(args.destination.resolve()), manifest["dtype"], args.base
     run_processes(megatron_to_hf, 1, *work)
 

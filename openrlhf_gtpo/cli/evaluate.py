@@ -259,8 +259,7 @@ def checked_inputs(flags: dict[str, Any], model: str, named: str | None = None) 
 
 def _is_own(agent: str, model: str, named: str) -> bool:
     """Tell whether the agent that a model's folder names is a file of this host. A folder from elsewhere must not
-    choose which code runs, be it its own file, one in the working folder or, for a Hub model, any file.
-    """
+    choose which code runs, be it its own file, one in the working folder or, for a Hub model, any file."""
     folders = [Path(folder).resolve() for folder in (model, named)]
     place = Path(agent).resolve()
     return Path(named).is_dir() and os.path.isabs(agent) and not any(place.is_relative_to(each) for each in folders)

@@ -27,13 +27,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#66
 STYLE = {"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False}
 STYLE["text.parse_math"] = False  # titles and labels may contain any text
 MARKERS = ("D", "s", "^", "v", "P", "X", "*")
-LINES: tuple[Any, ...] = (
-    "-",
-    "--",
-    ":",
-    "-.",
-    (0, (3, 1, 1, 1, 1, 1)),
-)  # line styles, the next one after each round of colors
+LINES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (3, 1, 1, 1, 1, 1)))  # the next one after each round of colors
 _NORMAL = 1.96  # half width of a 95 % interval, in standard errors
 _INK = "#010203"  # the text's color in a figure; its SVG takes the page's
 _IN_PAGE = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK)

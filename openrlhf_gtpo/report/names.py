@@ -107,9 +107,7 @@ TOKENS_RESPONSE = "tokens/response"  # sampled tokens, which are trained on
 TOKENS_SAMPLED = "tokens/sampled"  # all responses, also dropped by dynamic sampling and rescued by a guide
 TOKENS_COMPUTED = "tokens/computed"  # in the training phase: with padding, a shared prompt once per micro-batch
 TOKENS_ROWS = "tokens/rows"  # in the training phase: its rows' prompts and responses
-SAMPLES = (
-    "samples_per_prompt"  # in the run's first line, with the flags that its settings allow and that might speed it up:
-)
+SAMPLES = "samples_per_prompt"  # in the run's first line, as are allowed flags that may speed it up:
 OFFER_PREFIX = "offer/"
 OFFER_ONE_STEP_OFF = "offer/one_step_off"
 OFFER_IN_FLIGHT = "offer/in_flight"

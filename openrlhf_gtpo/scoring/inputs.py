@@ -106,8 +106,7 @@ class RowFile:
                     prompt, response = (token_ids(tokenizer, text) for text in texts)
                     if not prompt:
                         raise UsageError(
-                            f"{where}: the prompt has no tokens, so nothing predicts the response's first; give "
-                            "a prompt."
+                            f"{where}: prompt has no tokens, so nothing predicts the response's first; give a prompt."
                         )
                     tokens, first = prompt + response, len(prompt)
                 # Would the model accept these tokens?

@@ -114,11 +114,7 @@ def _end_descendants(others: Set[psutil.Process]) -> None:
         if not survivors:
             return
         if waited > _GIVE_UP:
-            print(
-                f"Warning: left behind, {waited:.0f} s after SIGKILL: {survivors}",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"Warning: SIGKILL did not end, after {waited:.0f} s: {survivors}", file=sys.stderr, flush=True)
             return
         for process in survivors if waited > _PATIENCE else ():
             with suppress(psutil.Error):

@@ -48,9 +48,7 @@ SOURCES = {
     "network": "the same for InfiniBand: NCCL's 40 of 50 GB/s",
     "memory_bandwidth": "streaming reads and writes in the optimizer: assumed",
     "decode_weights": "bandwidth of weights in decoding: a little below gpt-fast's 72 to 76 % on A100 (PyTorch blog)",
-    "decode_cache": (
-        "bandwidth of attention over the KV cache: TensorRT-LLM's rows for Llama 3.3 70B on H100 and H200"
-    ),
+    "decode_cache": "bandwidth of attention on the KV cache: TensorRT-LLM's rows for Llama 3.3 70B on H100 and H200",
     "decode_compute": "matrix products in prefill and large decode batches: fitted to the same rows",
     "decode_step": "seconds of scheduling and sampling in each of vLLM's decode steps: assumed",
     "decode_row": "seconds of vLLM's Python for each row of a decode step, where slower than the GPU: an H200's host, "
