@@ -42,8 +42,8 @@ from openrlhf_gtpo.platform.processes import run_processes  # noqa: E402
 from openrlhf_gtpo.report.heartbeat import Heartbeat  # noqa: E402
 from openrlhf_gtpo.tools.launch.process_tree import run_and_clear  # noqa: E402
 
-_PROCESSES = 16  # of a small run with Ray and an engine
-_SHAPE = {  # of SmolLM2-135M, which the quickstart trains
+_PROCESSES = 16  # a small run with Ray and an engine
+_SHAPE = {  # SmolLM2-135M, the quickstart's model
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 576,

@@ -19,7 +19,7 @@ from openrlhf_gtpo.cli import prepare
 from openrlhf_gtpo.report import names
 
 STALL_TIMEOUT = 30
-SAMPLES = 4  # of a prompt
+SAMPLES = 4  # responses per prompt
 
 
 @contextmanager

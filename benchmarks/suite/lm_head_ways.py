@@ -13,7 +13,7 @@ from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy
 PRODUCT = "product"
 OURS = "openrlhf_gtpo"
 OURS_WITHOUT_ENTROPY = "openrlhf_gtpo, no entropy"
-_PRODUCT_BYTES = 2**30  # of logits at a time
+_PRODUCT_BYTES = 2**30  # bytes of logits at a time
 
 
 @dataclass(frozen=True)

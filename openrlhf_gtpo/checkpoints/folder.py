@@ -94,7 +94,7 @@ def candidate(folders: Sequence[Path], tag: str | None = None) -> Path | None:
         return folders[0] / tag
     path = next(iter(_checkpoints(*folders)), None)
     if path is not None:
-        with suppress(DamagedError):  # which the ranks find too
+        with suppress(DamagedError):  # the ranks find it too
             read_manifest(path)  # raises if it is of a later version
         return path
     if len(folders) > 1 and all(folder.is_dir() for folder in folders) and sum(map(len, map(names, folders))) == 1:

@@ -34,7 +34,7 @@ from openrlhf_gtpo.training.controller import stop
 from openrlhf_gtpo.training.controller.wandb_run import WandbRun
 from openrlhf_gtpo.training.run import check, parse, train
 
-_SUPERVISED = "OPENRLHF_GTPO_SUPERVISED"  # in the environment of a run that a supervisor has started
+_SUPERVISED = "OPENRLHF_GTPO_SUPERVISED"  # set in the environment of a supervised run
 
 _NOT_AGAIN = 65  # sysexits.h, EX_DATAERR: status of a supervised run that would fail again; its supervisor returns 1
 _INTERRUPTED = 128 + signal.SIGINT
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         status = _INTERRUPTED
     except SystemExit as end:
-        if end.code not in (signal.SIGTERM, 128 + signal.SIGTERM):  # the former from Ray (2.55.0)
+        if end.code not in (signal.SIGTERM, 128 + signal.SIGTERM):  # Ray exits with 15 (2.55.0)
             raise
         status = 128 + signal.SIGTERM
     finally:

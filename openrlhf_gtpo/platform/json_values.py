@@ -56,7 +56,7 @@ def _encoded(value: Any) -> Any:
         return {name: _encoded(parts_of(value))}
     if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in _NUMPY_KINDS:
         return {"numpy": [value.dtype.str, _encoded(value.tolist())]}
-    raise TypeError(f"Object of type {kind.__module__}.{kind.__qualname__} is not serializable")  # as in json
+    raise TypeError(f"Object of type {kind.__module__}.{kind.__qualname__} is not serializable")  # json's own words
 
 
 def _decoded(value: Any) -> Any:

@@ -54,7 +54,7 @@ class PeakByPhase:
         self._measurable = _begin_anew()
 
     def take(self) -> dict[str, int]:
-        """The peaks by phase, in bytes, since this was last called."""
+        """Return the peaks by phase, in bytes, since the last call."""
         peaks, self._peaks = self._peaks, {}
         return peaks
 
@@ -73,7 +73,7 @@ class ReportsPeakMemory:
         return PeakByPhase()
 
     def take_peak_memory(self, until_now: str | None = None) -> dict[str, int]:
-        """The peaks by phase, in bytes, since this was last called.
+        """Return the peaks by phase, in bytes, since the last call.
 
         Args:
             until_now: the phase of this process since then, if it does not track phases itself.

@@ -61,7 +61,7 @@ SAMPLER_IN_USE = "rollout/entropy_of_sampler"  # 1, or 0 after the audit's gate 
 SAMPLER_MISSING = "rollout/tokens_without_entropy"  # action tokens that got the actor's values instead
 
 ROUTING_EXPERT_LOAD = "routing/expert_load"  # most tokens of an expert ÷ the mean, over layers
-ROUTING_EXPERT_LOAD_WORST = "routing/expert_load_worst"  # of any layer
+ROUTING_EXPERT_LOAD_WORST = "routing/expert_load_worst"  # maximum over layers
 ROUTING_RANK_LOAD = "routing/rank_load"  # the same of ranks that share experts
 ROUTING_RANK_LOAD_WORST = "routing/rank_load_worst"
 ROUTING_FLIPS = "routing/flips"  # share of replayed tokens that the trainer's router would send elsewhere, over layers
@@ -74,7 +74,7 @@ ROUTING_FAR = "routing/log_prob_diff_far"  # share of tokens where they differ b
 OPENRLHF = {  # OpenRLHF's names, in TensorBoard, of metrics that this package reports more exactly
     "reward": REWARD_MEAN,
     "response_length": RESPONSE_LENGTH_MEAN,
-    "entropy_loss": ENTROPY_ALL,  # of the policy in training, with --actor.entropy_coef
+    "entropy_loss": ENTROPY_ALL,  # the trained policy's entropy, with --actor.entropy_coef
 }
 
 TIMING_PREFIX = "timing/"  # seconds

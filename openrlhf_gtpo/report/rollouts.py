@@ -178,7 +178,7 @@ def _settings(path: Path, schema: pa.Schema) -> dict[str, Any]:
 
 
 def _column(table: pa.Table, field: pa.Field) -> Any:
-    if field.name not in table.column_names:  # of an earlier version
+    if field.name not in table.column_names:  # written by an earlier version
         return None
     array = table[field.name].combine_chunks()
     if len(array) and array.null_count == len(array):

@@ -63,7 +63,7 @@ def _make(seed: int, directory: Path, mixture: bool) -> None:
     }
     if mixture:
         shape |= {"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-        shape |= {"hidden_size": 64, "norm_topk_prob": True, "tie_word_embeddings": False}  # as Qwen3-30B-A3B
+        shape |= {"hidden_size": 64, "norm_topk_prob": True, "tie_word_embeddings": False}  # as in Qwen3-30B-A3B
     # One thread: such small products do not get faster with a second one, and get much slower if cores are shared (12
     # s become 180 s). One thread also gives the same weights at any OMP_NUM_THREADS.
     threads = torch.get_num_threads()

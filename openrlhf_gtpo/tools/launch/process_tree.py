@@ -53,7 +53,7 @@ def run_and_clear(
     """
     received: list[int] = []
     hung = False
-    others = set(psutil.Process().children())  # of a shell that became this process, such as its log's `tee`
+    others = set(psutil.Process().children())  # children of a shell that became this process, like `tee`
     # Adopt orphans, and collect signals instead of dying of them (SIGHUP stays ignored under nohup).
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN

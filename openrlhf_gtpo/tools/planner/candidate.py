@@ -82,7 +82,7 @@ class Candidate:
         work = self.engines.workload
         tokens = min(work.micro_batch_tokens(training.layout.context_parallel_size), work.rows * work.row_length)
         activations = {"activations": forward_bytes(replace(training, tokens=tokens), stage)}  # any rows
-        read = {"optimizer": held["optimizer"]}  # or writes them
+        read = {"optimizer": held["optimizer"]}  # or writes new ones
         if training.fp8 is not None and training.fp8.primary_weights:  # checkpoints store these weights in bfloat16
             read["bf16_copies"] = 2 * fp8_parameters(training, stage)
         fresh_states = {"gradients": held["gradients"], "optimizer": held["optimizer"] / 3}  # only the float32 weights
