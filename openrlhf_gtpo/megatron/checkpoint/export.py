@@ -29,12 +29,12 @@ def save_hf(
     target: Trainer | LoadedModel, source: str | Path, directory: str | Path, *, shard_bytes: int = 5 * 10**9
 ) -> None:
     """Write the model as a Hugging Face folder, in its own dtype (collective; the first rank writes). Adapters are
-    merged into it, and written beside it in ``adapter/``, as PEFT does.
+    merged into it, and also written to ``adapter/`` in PEFT's format.
 
-    FP8 primary weights come from a trainer's float32 ones; a model alone gives what FP8 has left of them.
+    FP8 primary weights are exported from a trainer's float32 ones. Without a trainer, they are as exact as FP8.
 
-    The first rank holds one shard at a time in host memory. A new ``directory`` appears whole or not at all; in
-    one that exists, the model's files are replaced and whatever else is there stays.
+    The first rank holds one shard at a time in host memory. A new ``directory`` appears atomically. In an existing
+    one, the model's files are replaced and other files stay.
 
     Args:
         source: the model's folder or name on the Hub, or a folder with only its tokenizer and configuration.
@@ -54,11 +54,11 @@ def save_hf(
         name: torch.empty(shape, dtype=dtype, device="meta") for bucket in weights.buckets for name, shape in bucket
     }
     files = split_torch_state_dict_into_shards(shapes, max_shard_size=shard_bytes)
-    unfinished: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)  # of files that are not complete yet
+    unfinished: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)  # for incomplete files
 
     def write(name: str, tensor: torch.Tensor) -> None:
         file = files.tensor_to_filename[name]
-        # A copy, because the next bucket but one reuses its memory.
+        # A copy, because the bucket after the next reuses its memory.
         unfinished[file][name] = tensor.detach().to("cpu", copy=True).contiguous()
         if len(unfinished[file]) == len(files.filename_to_tensors[file]):
             save_file(unfinished.pop(file), temporary / file, metadata={"format": "pt"})
@@ -74,7 +74,7 @@ def save_hf(
     is_first = torch.distributed.get_rank() == 0
     failure: str | None = None
     for name, tensor in weights.tensors():
-        # The other ranks go on gathering whatever happens here, so this one does too.
+        # The other ranks keep gathering after an error here, so this one must too.
         if is_first and failure is None:
             failure = failure_of(partial(write, name, tensor))
     if is_first:

@@ -1,7 +1,7 @@
-"""FP8 in a model's decoder: its setup, a switch for passes in high precision, its state between passes, its emulation.
+"""FP8 in a model's decoder: its setup, a switch for passes in high precision, its state between passes, an emulation.
 
-Transformer Engine's layers compute in FP8 by themselves, as configured. On any host :class:`EmulatedLinear`
-stands in for the product of the portable layers and multiplies what Transformer Engine multiplies, in torch.
+Transformer Engine's layers compute in FP8 by themselves, as configured. On any host :class:`EmulatedLinear` replaces
+the product of the portable layers and computes Transformer Engine's products in torch.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from openrlhf_gtpo.megatron.fp8.quantize import (
 )
 from openrlhf_gtpo.megatron.fp8.weights import EmulatedWeight, in_high_precision, is_fp8, keep_exact
 
-STATE = ".fp8."  # in the names of buffers that a checkpoint made without FP8 lacks
+STATE = ".fp8."  # in the names of buffers that only FP8 checkpoints have
 INPUT, WEIGHT, GRADIENT = range(3)  # the matrices of a product, and the rows of a delayed scaling's state
 
 
@@ -39,10 +39,10 @@ class Fp8:
     """FP8 in the decoder of ``stage``, whose weights are loaded.
 
     Args:
-        for_training: emulated FP8 primary weights keep their exact values for the optimizer that is made next.
+        for_training: emulated FP8 primary weights keep their exact values for the optimizer, which is made next.
 
     Attributes:
-        calibrated: False while delayed scales have seen nothing, so that the first pass would be of no use.
+        calibrated: False before delayed scales have seen a pass, so that the first pass would be useless.
     """
 
     def __init__(self, options: Fp8Options, stage: Any, *, for_training: bool = True) -> None:
@@ -51,7 +51,7 @@ class Fp8:
         self._stage = stage
         self._config: Any = stage.config
         self._linears: list[EmulatedLinear] = []
-        self._seen = False  # a training micro-batch whose amax the scales do not reflect yet
+        self._seen = False  # True if the scales lack the amax of a training micro-batch
         if options.emulated:
             self._emulate(for_training)
 
@@ -89,9 +89,9 @@ class Fp8:
 
     @contextlib.contextmanager
     def high_precision(self) -> Iterator[None]:
-        """Within this context, the model computes as it would without FP8."""
+        """Within this context, the model computes without FP8."""
         mode, self._config.fp8 = self._config.fp8, None
-        calibrated, self.calibrated = self.calibrated, True  # a pass without FP8 teaches the scales nothing
+        calibrated, self.calibrated = self.calibrated, True  # scales learn nothing from a pass without FP8
         for linear in self._linears:
             linear.enabled = False
         try:
@@ -103,7 +103,8 @@ class Fp8:
 
     @contextlib.contextmanager
     def weights_kept(self) -> Iterator[None]:
-        """In this context no weight changes and each is quantized once; Megatron tells Transformer Engine itself."""
+        """Quantize each weight once in this context, in which none may change; Megatron tells Transformer Engine
+        itself."""
         for linear in self._linears:
             linear.keep_weight(True)
         try:
@@ -118,8 +119,8 @@ class Fp8:
             getattr(module, "_fp8_workspaces", {}).clear()
 
     def forget_recomputation(self) -> None:
-        """Drop the delayed scales kept for a recomputation, after a forward pass without one: the next recomputation
-        would take the oldest that are kept, in Transformer Engine too (2.11, pytorch/quantization.py,
+        """Drop the delayed scales kept for a recomputation, after a forward pass without one: otherwise the next
+        recomputation would take the oldest kept ones, also in Transformer Engine (2.11, pytorch/quantization.py,
         get_old_fp8_meta_tensors_for_recompute)."""
         for linear in self._linears:
             linear.kept_scales.clear()
@@ -134,11 +135,11 @@ class Fp8:
 
     @torch.no_grad()
     def update_scales(self, *, after_step: bool) -> None:
-        """Update delayed scales from what training micro-batches have seen; Transformer Engine does so by itself.
+        """Update delayed scales from the amax of training micro-batches. Transformer Engine does this by itself.
 
         Args:
-            after_step: collective over all replicas, which then have the same scales. Between the micro-batches of a
-                step the call is collective over one replica, because replicas have different numbers of them.
+            after_step: collective over all replicas, which then have the same scales. Between a step's micro-batches
+                the call is collective over one replica, because replicas may have different numbers of them.
         """
         if not self._seen:
             return
@@ -157,7 +158,7 @@ class Fp8:
 
 
 class EmulatedLinear(torch.nn.Module):
-    """Stands in for the product of one of Megatron's column- or row-parallel layers; collectives are as in Megatron.
+    """Emulates the FP8 product of one of Megatron's column- or row-parallel layers, with Megatron's collectives.
 
     Forward Y = Q(X) Q(W)ᵀ, backward dX = Q(dY) Q(W) and dW = Q(dY)ᵀ Q(X). Blocks lie along the dimension that products
     sum over, so with ``blockwise`` X and dY are quantized once along rows and once along columns. Products are
@@ -172,7 +173,7 @@ class EmulatedLinear(torch.nn.Module):
     Args:
         exact: the product without FP8, called as :meth:`forward`.
         history: L.
-        margin: how many powers of two a delayed scale stays below the largest.
+        margin: number of powers of two that a delayed scale stays below the largest.
         use_max: delayed scales come from the whole history; otherwise from its newest entry.
     """
 
@@ -186,7 +187,7 @@ class EmulatedLinear(torch.nn.Module):
         self.use_max = use_max
         self.enabled = True
         self.keeps_weight = False
-        self.kept_scales: deque[Tensor] = deque()  # of inputs that will be recomputed, when later scales are in force
+        self.kept_scales: deque[Tensor] = deque()  # scales of inputs that will be recomputed under later scales
         self._exact = exact
         self._weight: Quantized | None = None
         if self.recipe == "delayed":
@@ -204,7 +205,7 @@ class EmulatedLinear(torch.nn.Module):
         tp_group: Any,
         **options: Any,
     ) -> Tensor:
-        """Stands in for ``_forward_impl`` of Megatron's layers: (s, b, I) and (O/TP, I) to (s, b, O/TP)."""
+        """Replace ``_forward_impl`` of Megatron's layers: map (s, b, I) and (O/TP, I) to (s, b, O/TP)."""
         if not self.enabled:
             if is_fp8(weight):
                 assert not torch.is_grad_enabled(), "a gradient would not reach the FP8 weight"
@@ -226,7 +227,7 @@ class EmulatedLinear(torch.nn.Module):
         return product if bias is None else product + bias
 
     def quantized_weight(self, weight: Tensor) -> Quantized:
-        """The (O, I) weight in FP8, kept over micro-batches if no weight changes; an FP8 primary weight as it is."""
+        """Return the (O, I) weight in FP8, cached while no weight changes; an FP8 primary weight as it is."""
         if isinstance(weight, EmulatedWeight):
             return weight.quantized
         if self._weight is None or not self.keeps_weight:
@@ -234,14 +235,14 @@ class EmulatedLinear(torch.nn.Module):
         return self._weight
 
     def keep_weight(self, keeps: bool) -> None:
-        """From now on, quantize the weight once if ``keeps``, else for each product; drop the one kept so far."""
+        """From now on, quantize the weight once if ``keeps``, else for each product; drop the cached one."""
         self.keeps_weight, self._weight = keeps, None
 
     def by_rows(self, which: int, matrix: Tensor, scale: Tensor | None = None) -> Quantized:
         """Quantize (M, N) for a product that sums over its columns: blocks lie along its rows.
 
         Args:
-            scale: a delayed one that this matrix had before.
+            scale: the delayed scale that this matrix had before.
         """
         dtype = self.dtypes[which]
         if self.recipe == "blockwise":
@@ -255,12 +256,12 @@ class EmulatedLinear(torch.nn.Module):
         return quantize(matrix, dtype, scale)
 
     def by_columns(self, which: int, matrix: Tensor, by_rows: Quantized) -> Quantized:
-        """Quantize (M, N) for a product that sums over its rows; reuse ``by_rows`` if one scale serves the whole."""
+        """Quantize (M, N) for a product that sums over its rows; reuse ``by_rows`` if one scale is for the whole."""
         return quantize_blocks(matrix, self.dtypes[which], COLUMNS) if self.recipe == "blockwise" else by_rows
 
     @torch.no_grad()
     def update_scales(self) -> None:
-        """Delayed recipe: take scales from the history, which moves by one; an amax of 0 or infinity changes none."""
+        """Delayed recipe: take scales from the history, then shift it. An amax of 0 or infinity changes no scale."""
         for which, dtype in enumerate(self.dtypes):
             history = self.amax_history[which]
             amax = history.amax() if self.use_max else history[0].clone()
@@ -276,7 +277,7 @@ class _Product(torch.autograd.Function):
         ctx: Any, matrix: Tensor, weight: Tensor, linear: EmulatedLinear, trains: bool, scale: Tensor | None
     ) -> Tensor:
         by_rows = linear.by_rows(INPUT, matrix, scale)
-        # Only the weight's gradient reads it, and an old-policy forward or a frozen weight has none.
+        # Only the weight's gradient reads it; an old-policy forward pass or a frozen weight has none.
         by_columns = linear.by_columns(INPUT, matrix, by_rows) if trains else by_rows
         quantized_weight = linear.quantized_weight(weight)
         ctx.save_for_backward(by_columns.data, by_columns.scale, quantized_weight.data, quantized_weight.scale)

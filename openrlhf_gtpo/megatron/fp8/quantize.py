@@ -18,7 +18,7 @@ Block = tuple[int, int] | None  # (m, n) rows and columns that share a scale; No
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ROWS, COLUMNS, SQUARES = (1, BLOCK), (BLOCK, 1), (BLOCK, BLOCK)
-_CHUNK = 2**18  # elements worked on at once, so that float32 temporaries stay in a CPU's cache
+_CHUNK = 2**18  # elements per chunk, so that float32 temporaries stay in a CPU's cache
 
 
 class Quantized(NamedTuple):
@@ -26,7 +26,7 @@ class Quantized(NamedTuple):
 
     Fields:
         data: (M, N) float8.
-        scale: what the values were multiplied by: () for the whole, or (⌈M / m⌉, ⌈N / n⌉) for blocks of m × n.
+        scale: the factor of the values: () for the whole, or (⌈M / m⌉, ⌈N / n⌉) for blocks of m × n.
         block: (m, n); None for the whole.
     """
 
@@ -35,14 +35,14 @@ class Quantized(NamedTuple):
     block: Block = None
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The (M, N) values: number times inverse scale, rounded to ``dtype``."""
+        """Return the (M, N) values: number times inverse scale, rounded to ``dtype``."""
         out = torch.empty(self.data.shape, dtype=dtype, device=self.data.device)
         numbers = torch.arange(256, dtype=torch.uint8, device=out.device).view(self.data.dtype).float()
         inverse = self.scale.reciprocal()
         if self.block is None:
             numbers = (numbers * inverse).to(dtype)
         for rows in _chunks(self.data):
-            # On a CPU, looking numbers up is several times faster than torch's conversion, with the same result.
+            # On a CPU, a table lookup is several times faster than torch's conversion, with the same result.
             codes = self.data[rows].contiguous().view(torch.uint8).flatten().int()
             values = numbers.index_select(0, codes).view(-1, out.shape[1])
             out[rows] = values if self.block is None else values.mul_(_spread(inverse, self.block, rows, out.shape[1]))
@@ -50,7 +50,7 @@ class Quantized(NamedTuple):
 
 
 def amax_of(values: Tensor, block: Block = None) -> Tensor:
-    """Largest magnitudes of (M, N) values: () or (⌈M / m⌉, ⌈N / n⌉) float32; 0 if there are no values."""
+    """Return the largest magnitudes of (M, N) values: () or (⌈M / m⌉, ⌈N / n⌉) float32; 0 if there are no values."""
     if not values.numel():
         return torch.zeros([] if block is None else grid(values.shape, block), device=values.device)
     if block is None:
@@ -66,7 +66,7 @@ def amax_of(values: Tensor, block: Block = None) -> Tensor:
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype, overflow: torch.dtype = torch.float32) -> Tensor:
-    """The scale that maps ``amax`` (any shape, float32) to ``dtype``'s largest number; 1 where it is 0 or not finite.
+    """Return the scale that maps ``amax`` (float32) to ``dtype``'s largest number; 1 where it is 0 or not finite.
 
     Args:
         overflow: the dtype whose largest number replaces a quotient that overflows. Transformer Engine uses float32
@@ -80,7 +80,7 @@ def scale_of(amax: Tensor, dtype: torch.dtype, overflow: torch.dtype = torch.flo
 
 
 def quantize(values: Tensor, dtype: torch.dtype, scale: Tensor, block: Block = None) -> Quantized:
-    """Quantize (M, N) values with one scale or one per block; beyond the largest number they saturate."""
+    """Quantize (M, N) values with one scale or one per block. Values beyond the largest number saturate."""
     data = torch.empty(values.shape, dtype=dtype, device=values.device)
     limit = torch.finfo(dtype).max
     for rows in _chunks(values):
@@ -90,7 +90,7 @@ def quantize(values: Tensor, dtype: torch.dtype, scale: Tensor, block: Block = N
 
 
 def quantize_blocks(values: Tensor, dtype: torch.dtype, block: tuple[int, int]) -> Quantized:
-    """Quantize (M, N) values with a scale of its own for each block."""
+    """Quantize (M, N) values with one scale for each block."""
     return quantize(values, dtype, scale_of(amax_of(values, block), dtype, values.dtype), block)
 
 
@@ -100,7 +100,7 @@ def grid(shape: Sequence[int], block: tuple[int, int]) -> list[int]:
 
 
 def _chunks(values: Tensor) -> Iterator[slice]:
-    """Slices of a matrix's rows that cut no scaled block; none if the matrix has no columns."""
+    """Slices of a matrix's rows that keep scaled blocks whole; none if the matrix has no columns."""
     height, width = values.shape
     step = max(BLOCK, _CHUNK // max(width, 1) // BLOCK * BLOCK)
     return (slice(start, min(start + step, height)) for start in range(0, height if width else 0, step))

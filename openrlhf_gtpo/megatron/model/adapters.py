@@ -1,10 +1,10 @@
 """Low-rank adapters beside the products of Megatron's decoder layers.
 
-A product is one matrix here and up to three of Hugging Face's: QKV, gate and up. Each of those has an adapter of its
-own, W + scale · B·A, so that a run equals one with PEFT and the adapters go into a folder of PEFT's. The parts of B
-lie along the rows of a column-parallel product, those of A along the columns of a row-parallel one; the other factor
-is on every rank. What ranks exchange is therefore as wide as the adapters' ranks, and under sequence parallelism each
-rank has only its tokens' part of the other factor's gradient, which Megatron sums over the TP group.
+A product here is one matrix, but up to three of Hugging Face's: QKV, gate and up. Each of these has its own adapter, W
++ scale · B·A, so that a run equals one with PEFT and PEFT's folder format fits. B is sharded along the rows of a
+column-parallel product, A along the columns of a row-parallel one. The other factor is on every rank. Ranks therefore
+exchange tensors as narrow as the adapters. Under sequence parallelism each rank has only its tokens' part of the other
+factor's gradient, and Megatron sums it over the TP group.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ from openrlhf_gtpo.megatron.model.conversion import Stored
 from openrlhf_gtpo.megatron.model.layers import rms_norm
 from openrlhf_gtpo.platform.agreement import all_gather_objects
 
-_SUFFIX = "_adapters"  # of a product's name; in Megatron's names of these modules and their parameters, and no others
+_SUFFIX = "_adapters"  # suffix of a product's name, only in Megatron's names of adapters and their parameters
 
 
 def is_adapter(name: str) -> bool:
@@ -44,7 +44,7 @@ class Adapters(torch.nn.Module):
     Args:
         linear: the product.
         stored: its weight in a checkpoint, a tensor for each of Hugging Face's matrices.
-        seed: the run's; A is drawn whole and then cut, so that every layout starts with the same.
+        seed: the run's seed. A is drawn whole and then cut, so that every layout starts with the same.
     """
 
     def __init__(self, linear: torch.nn.Module, stored: Stored, options: LoraOptions, seed: int) -> None:
@@ -81,13 +81,13 @@ class Adapters(torch.nn.Module):
         return parallel_state.get_tensor_model_parallel_rank()
 
     def pairs(self) -> Iterator[tuple[str, Any, Any]]:
-        """Hugging Face's name of each weight that has an adapter, and this rank's part of its A and B."""
+        """Return Hugging Face's name of each weight with an adapter, and this rank's part of its A and B."""
         for name, part in self._parts():
             if hasattr(self, f"{part}_A"):
                 yield name, getattr(self, f"{part}_A"), getattr(self, f"{part}_B")
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(s, b, in), what the product multiplies on this rank, to (s, b, out), what is added to its output."""
+        """Map the product's input on this rank, (s, b, in), to the term to add to its output, (s, b, out)."""
         pairs = {name: (a, b) for name, a, b in self.pairs()}
         narrow = F.linear(hidden, torch.cat([a for a, _ in pairs.values()])) * self._scale
         narrow = self._exchange(narrow)
@@ -101,7 +101,7 @@ class Adapters(torch.nn.Module):
         return torch.cat(outputs, dim=-1).flatten(-2)
 
     def _exchange(self, narrow: Tensor) -> Tensor:
-        """What this rank's B multiplies: the products with A of all tokens whose outputs it has, over all inputs."""
+        """The input of this rank's B: the products with A, over all inputs, of all tokens whose outputs it has."""
         if self._config.sequence_parallel:
             column, row = gather_from_sequence_parallel_region, reduce_scatter_to_sequence_parallel_region
         else:
@@ -114,13 +114,13 @@ class Adapters(torch.nn.Module):
             return output
         hidden = inputs[0]
         if self._is_column:
-            # Normalized once more, as the product's own norm is not in its output.
+            # Normalize again, because the product's output does not contain its own normalized input.
             norm = rms_norm if self._config.portable_layers else _fused_norm
             hidden = norm(hidden, linear.layer_norm_weight, self._config.layernorm_epsilon)
         return output[0] + self(hidden), output[1]
 
     def merged(self, weight: Tensor) -> Tensor:
-        """This rank's part of the product's weight (O, I), with its adapters merged into it."""
+        """Return this rank's part of the product's weight (O, I) with its adapters merged."""
         pairs = {name: (a, b) for name, a, b in self.pairs()}
         parts = []
         for name, part in zip(
@@ -137,7 +137,7 @@ class Adapters(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """Megatron's default takes all parameters of a module that it does not know for replicated ones."""
+        """Describe the shards: Megatron's default treats all parameters of an unknown module as replicated."""
         assert metadata is not None
         dims = {n: p.partition_dim for n, p in self.named_parameters() if p.tensor_model_parallel}
         return make_sharded_tensors_for_checkpoint(
@@ -151,7 +151,7 @@ class Adapters(torch.nn.Module):
 
 
 def _fused_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """:func:`rms_norm` as Transformer Engine rounds it, which keeps no float32 copies for the backward pass."""
+    """:func:`rms_norm` with Transformer Engine's rounding, without float32 copies for the backward pass."""
     return F.rms_norm(hidden, weight.shape, weight, eps)
 
 
@@ -159,7 +159,7 @@ def add_adapters(stage: Any, stored: dict[str, tuple[Stored, ...]], options: Lor
     """Freeze ``stage``, give its products adapters, and return Hugging Face's names of the modules that have one.
 
     Args:
-        stored: what a checkpoint has of the stage's parameters.
+        stored: the checkpoint's tensors for the stage's parameters.
     """
     adapted = []
     stage.requires_grad_(False)
@@ -176,7 +176,7 @@ def add_adapters(stage: Any, stored: dict[str, tuple[Stored, ...]], options: Lor
         linear.register_forward_hook(adapters.add_to)
         adapted += [matrix.removesuffix(".weight") for matrix, _, _ in adapters.pairs()]
     if stage.pre_process:
-        # A recomputed layer gets gradients only if its input wants them, which a frozen embedding's output does not.
+        # A recomputed layer gets gradients only if its input requires them, but a frozen embedding's output does not.
         stage.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
     parameters, beside = dict(stage.named_parameters()), adapters_of(stage)
     merged = {
@@ -188,15 +188,15 @@ def add_adapters(stage: Any, stored: dict[str, tuple[Stored, ...]], options: Lor
 
 
 def adapters_of(stage: torch.nn.Module) -> dict[str, Adapters]:
-    """A stage's adapters by the names of the weights that they are beside."""
+    """Return a stage's adapters by the names of their weights."""
     modules = ((name, module) for name, module in stage.named_modules() if isinstance(module, Adapters))
     return {f"{name.removesuffix(_SUFFIX)}.weight": module for name, module in modules}
 
 
 @torch.no_grad()
 def full_adapters(stage: torch.nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
-    """A (r, in) and B (out, r) of the whole model on the CPU of each rank of a replica, by Hugging Face's names of the
-    modules, such as model.layers.0.mlp.up_proj. Collective."""
+    """Gather A (r, in) and B (out, r) of the whole model on the CPU of each rank of a replica, by Hugging Face's
+    module names, such as model.layers.0.mlp.up_proj. Collective."""
     own = {}
     for adapters in adapters_of(stage).values():
         for name, a, b in adapters.pairs():

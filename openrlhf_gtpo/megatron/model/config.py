@@ -24,7 +24,7 @@ class PolicyConfig(TransformerConfig):
     Fields:
         token_multiple: the number of packed tokens of a micro-batch on a rank is a multiple of this.
         portable_layers: True for this package's own layers, False for Transformer Engine's, where they are available.
-        shares_prompts: rows of a micro-batch have what they have in common computed once.
+        shares_prompts: the common beginning of a micro-batch's rows is computed once.
     """
 
     token_multiple: int = 1
@@ -33,7 +33,7 @@ class PolicyConfig(TransformerConfig):
 
 
 def read_config(source: str | Path) -> PretrainedConfig:
-    """The checkpoint's configuration, with the head size where only a default implies it."""
+    """Read the checkpoint's configuration, and set the head size if only a default implies it."""
     config = AutoConfig.from_pretrained(source)
     if getattr(config, "head_dim", None) is None:
         config.head_dim = config.hidden_size // config.num_attention_heads
@@ -43,11 +43,11 @@ def read_config(source: str | Path) -> PretrainedConfig:
 def megatron_config(
     hf_config: PretrainedConfig, layout: Layout, dtype: torch.dtype, fields: dict[str, Any]
 ) -> PolicyConfig:
-    """Megatron's configuration of the model ``hf_config`` (from :func:`read_config`).
+    """Make Megatron's configuration of the model ``hf_config`` (from :func:`read_config`).
 
     Args:
         dtype: of parameters and activations.
-        fields: TransformerConfig fields that override what the model says.
+        fields: TransformerConfig fields that override the model's.
     """
     family = FAMILIES[hf_config.model_type]
     of_model = {

@@ -1,7 +1,7 @@
 """Megatron's parameters as the tensors of a checkpoint, in both directions, by the tables of ``megatron/families.py``.
 
 A rank's part of a matrix is a window into a tensor, and some rows of its parameter are a view with the same elements.
-Reading copies windows into views, sending copies views into windows, and neither makes anything whole in between.
+Reading copies windows into views, sending copies views into windows. Neither makes a whole copy in between.
 """
 
 import math
@@ -23,19 +23,19 @@ from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.megatron.families import FAMILIES, Weight
 from openrlhf_gtpo.platform.files import weight_files
 
-EXPERTS = ".mlp.experts.linear_fc"  # in Megatron's names of expert weights, and in no others
+EXPERTS = ".mlp.experts.linear_fc"  # only in Megatron's names of expert weights
 _NAME = re.compile(r"(?:decoder\.layers\.(\d+)\.)?(.*?)(\d*)")  # a layer, a name in the table, an expert
 
 
 @dataclass(frozen=True)
 class Stored:
-    """The tensors of a checkpoint that a parameter is made of, and where each tensor-parallel rank's part is.
+    """The checkpoint's tensors that make up a parameter, and the position of each tensor-parallel rank's part.
 
     Fields:
-        names, shapes: of the tensors, Hugging Face's.
+        names, shapes: the tensors', as in Hugging Face.
         cut: the dimension along which TP cuts each matrix; None if every rank has all of it.
         ranks: the tensor-parallel size.
-        groups, sizes: a rank's rows are so many groups, each of so many rows of every matrix.
+        groups, sizes: a rank's rows are ``groups`` groups, each with ``sizes`` rows of the matrices.
         starts: the first row of every matrix in its tensor.
     """
 
@@ -51,11 +51,11 @@ class Stored:
     def of(
         cls, weight: Weight, names: tuple[str, ...], shape: Sequence[int], config: Any, vocabulary: int
     ) -> "Stored":
-        """The tensors ``names`` of a parameter that has ``shape`` on each rank.
+        """Describe a parameter with ``shape`` on each rank, made of the tensors ``names``.
 
         Args:
-            config: Megatron's, which has the heads.
-            vocabulary: its size, without padding.
+            config: Megatron's configuration, for the heads.
+            vocabulary: the vocabulary's size, without padding.
         """
         ranks, groups = config.tensor_model_parallel_size, 1
         sizes: tuple[int, ...] = (shape[0],)
@@ -79,8 +79,8 @@ class Stored:
         return sum(math.prod(shape) for shape in self.shapes)
 
     def places(self, shard: Tensor, rank: int) -> Iterator[tuple[str, tuple[slice, ...], Tensor]]:
-        """What ``rank`` has of each matrix: a tensor's name, the window into it, and the view of ``shard``, the rank's
-        parameter, (groups, rows, …). The window's first dimension is groups × rows; padding is in none."""
+        """For each of ``rank``'s matrices: the tensor's name, the window into it, and the view (groups, rows, …) of
+        ``shard``, the rank's parameter. The window's first dimension is groups × rows. Neither includes padding."""
         views = shard.unflatten(0, (self.groups, -1)).split(self.sizes, dim=1)
         for i, (start, size, view) in enumerate(zip(self.starts, self.sizes, views, strict=True)):
             tensor = min(i, len(self.names) - 1)  # the only one, if it has all matrices
@@ -94,7 +94,7 @@ class Stored:
                 yield self.names[tensor], tuple(window), view[:, : last - first]
 
     def collect(self, shards: Sequence[Tensor], full: Tensor) -> None:
-        """Copy every tensor-parallel rank's shard, or the only one, into ``full``, all tensors flat in a row."""
+        """Copy every tensor-parallel rank's shard, or the only one, into ``full``, the flat tensors in order."""
         sizes = [math.prod(shape) for shape in self.shapes]
         parts = zip(self.names, full.split(sizes), self.shapes, strict=True)
         tensors = {name: part.view(shape) for name, part, shape in parts}
@@ -104,8 +104,8 @@ class Stored:
 
 
 def stored_parameters(stage: Any, hf_config: PretrainedConfig) -> dict[str, tuple[Stored, ...]]:
-    """By the name of each of a stage's parameters, what a checkpoint has for it; of an expert's, what it has for those
-    that all expert-parallel ranks have there."""
+    """Map the name of each of a stage's parameters to the checkpoint's tensors; an expert's to the tensors of the
+    experts that all expert-parallel ranks have in its place."""
     ep = parallel_state.get_expert_model_parallel_world_size()
     weights, found = FAMILIES[hf_config.model_type].weights, {}
     for name, parameter in stage.named_parameters():
@@ -116,7 +116,7 @@ def stored_parameters(stage: Any, hf_config: PretrainedConfig) -> dict[str, tupl
         weight = weights[key]
         if key == "output_layer.weight" and hf_config.tie_word_embeddings:
             weight = weights["embedding.word_embeddings.weight"]
-        # Each expert-parallel rank has as many consecutive experts.
+        # Each expert-parallel rank has an equal number of consecutive experts.
         experts = [rank * (stage.config.num_moe_experts // ep) + int(expert) for rank in range(ep)] if expert else [0]
         names = (tuple(prefix + part.format(expert=number) for part in weight.names) for number in experts)
         found[name] = tuple(
@@ -127,10 +127,10 @@ def stored_parameters(stage: Any, hf_config: PretrainedConfig) -> dict[str, tupl
 
 @torch.no_grad()
 def load_weights(stage: Any, stored: dict[str, tuple[Stored, ...]], folder: Path) -> None:
-    """Fill a stage's parameters from the safetensors in ``folder``, of which each rank reads only its part.
+    """Fill a stage's parameters from the safetensors in ``folder``. Each rank reads only its part.
 
     Raises:
-        UsageError: a tensor is missing, or has another shape than the configuration says.
+        UsageError: a tensor is missing, or its shape does not fit the configuration.
     """
     rank = parallel_state.get_tensor_model_parallel_rank()
     expert_rank = parallel_state.get_expert_model_parallel_rank()

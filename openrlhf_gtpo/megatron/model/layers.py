@@ -1,6 +1,6 @@
 """Transformer layers in plain torch, under the parameter names of Transformer Engine's fused modules.
 
-One bridge and one checkpoint then serve hosts with and without Transformer Engine. The layers support sequence
+Hosts with and without Transformer Engine can then share one conversion and one checkpoint. The layers support sequence
 parallelism and packed sequences, which Megatron's own local layers do not.
 """
 
@@ -127,7 +127,7 @@ def portable_layer_spec(config: TransformerConfig, vp_stage: int | None = None) 
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,
-            # A mixture's router and experts take the same normalized input, so its norm is a separate layer.
+            # A mixture's router and experts share the normalized input, so its norm is a separate layer.
             pre_mlp_layernorm=RMSNorm if mixture else IdentityOp,
             mlp=portable_experts() if mixture else dense,
             mlp_bda=get_bias_dropout_add,
@@ -152,16 +152,16 @@ def attend(
     scale: float | None,
     group: torch.distributed.ProcessGroup,
 ) -> Tensor:
-    """Attention of this rank's queries (P / CP, heads, D) to all ranks' keys and values: (P / CP, heads * D).
+    """Compute attention of this rank's queries (P / CP, heads, D) to all ranks' keys and values: (P / CP, heads * D).
 
-    For hosts without Transformer Engine, and a reference for its ring: simple, and as large in memory as a whole row.
+    For hosts without Transformer Engine, and as a reference for its ring: simple, but needs a whole row's memory.
 
     Args:
         lengths: (S,) full lengths of all sequences.
     """
     order = torch.cat([chunks_of_rank(lengths, group.size(), rank) for rank in range(group.size())])
     back = order.argsort()
-    # The gather's backward sums the gradients that every rank's queries give to these keys and values.
+    # The gather's backward pass sums the gradients of these keys and values from all ranks' queries.
     keys, values = (gather_from_sequence_parallel_region(t.contiguous(), group=group)[back] for t in (key, value))
     local = chunks_of_rank(lengths, group.size(), group.rank())
     sequence = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)

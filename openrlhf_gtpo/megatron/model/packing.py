@@ -14,7 +14,7 @@ from openrlhf_gtpo.token_values import MicroBatch
 
 @dataclass
 class TreeParams(PackedSeqParams):
-    """One sequence of all tokens, whose rotary frequencies come token by token; attention goes by the tree."""
+    """Parameters of one sequence of all tokens, with rotary frequencies token by token and attention by the tree."""
 
     tree: Tree | None = None
 
@@ -24,13 +24,13 @@ class Packed:
     """The tokens of a micro-batch as one sequence.
 
     Fields:
-        tokens: (1, P) ids; P is the number of tokens, rounded up, or this rank's share of them.
+        tokens: (1, P) ids; P is the number of tokens, rounded up, or this rank's part of them.
         position_ids: (1, P), from 0 in every row.
         params: where rows begin, counting all ranks' tokens, for attention and rotary embedding.
-        predicts: (M,) places in the sequence whose hidden state predicts an action.
+        predicts: (M,) positions whose hidden state predicts an action.
         labels: (M,) those actions, row after row.
-        is_local: (N,) mask of the M among all N actions; None if they are all of them.
-        routes: (P, layers, k) experts of a ``TokenRow``; None if the routers decide everywhere.
+        is_local: (N,) which of all N actions are the M here; None if all are.
+        routes: (P, layers, k) experts as in a ``TokenRow``; None if the routers decide everywhere.
     """
 
     tokens: Tensor
@@ -47,14 +47,14 @@ def pack(
 ) -> Packed:
     """Pack ``micro_batch`` from the host onto ``device`` for one rank, without waiting for the device's computation.
 
-    Padding to the multiple is one more row, which no real token attends to and no action comes from. Under context
+    Padding to the multiple is an extra row. No real token attends to it, and it has no actions. Under context
     parallelism every row is also padded at its end, where causal attention hides the padding from the tokens before.
 
     Args:
         multiple: the number of tokens on this rank must be a multiple of this.
         context: context-parallel size and rank; this rank gets its two chunks of every row (see ``parallel.context``).
     """
-    # Lengths in whole chunks, and a last row of padding up to the multiple.
+    # Lengths in whole chunks, and a last row that pads to the multiple.
     size, rank = context
     assert not any(bool(row[1][0]) for row in micro_batch), "a row's first token is an action"
     real = torch.tensor([len(row[0]) for row in micro_batch])
@@ -64,7 +64,7 @@ def pack(
     if missing:
         lengths = torch.cat([lengths, lengths.new_tensor([missing])])
     starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    # Each token's position in its row; the places of real tokens, and of those that predict an action.
+    # Each token's position in its row, and the indices of real tokens and of tokens that predict an action.
     positions = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(lengths)
     ends = torch.nn.functional.pad(real, (0, len(lengths) - len(real))).repeat_interleave(lengths)
     places = (positions < ends).nonzero().squeeze(1)  # of the real tokens
@@ -75,7 +75,7 @@ def pack(
     tokens = ids.new_zeros(len(positions))
     tokens[places] = ids
     routes = _packed_routes(micro_batch, places, len(positions))
-    # This rank's chunks of every row.
+    # Select this rank's chunks of every row.
     is_local = None
     if size > 1:
         local = chunks_of_rank(lengths, size, rank)
@@ -85,7 +85,7 @@ def pack(
         routes = None if routes is None else routes[local]
         is_local = predicts >= 0
         predicts, labels = predicts[is_local], labels[is_local]
-    # To the device.
+    # Copy to the device.
     longest = int(lengths.max())
     offsets = starts.to(torch.int32).to(device, non_blocking=True)
     tokens, positions, predicts, labels = (
@@ -104,8 +104,8 @@ def pack(
 
 
 def pack_shared(micro_batch: MicroBatch, device: torch.device, multiple: int = 1) -> Packed:
-    """Like :func:`pack`, but what rows have in common is computed once, and what comes after a row's last action, or
-    is that action, not at all. Tokens that go to other experts are others."""
+    """Like :func:`pack`, but computes common beginnings of rows once, and skips each row's last action and all later
+    tokens. Tokens with different experts count as different."""
     rows, actions = [row[0] for row in micro_batch], [row[1] for row in micro_batch]
     assert not any(bool(acts[0]) for acts in actions), "a row's first token is an action"
     needed = [int(acts.nonzero().max()) if acts.any() else 0 for acts in actions]
@@ -130,7 +130,7 @@ def pack_shared(micro_batch: MicroBatch, device: torch.device, multiple: int = 1
 
 
 def _packed_routes(micro_batch: MicroBatch, places: Tensor, size: int) -> Tensor | None:
-    """The rows' experts at the ``places`` of their tokens among ``size``; None if no row has any."""
+    """The rows' experts at the ``places`` of their tokens in a sequence of ``size``; None if no row has any."""
     given = _routes(micro_batch)
     if given is None:
         return None
@@ -148,5 +148,5 @@ def _routes(micro_batch: MicroBatch) -> list[Tensor] | None:
 
 
 def _live(like: Tensor, size: int) -> Tensor:
-    """Routes of tokens that the routers send where they like."""
+    """Routes of tokens that leave the choice to the routers."""
     return like.new_full((size, *like.shape[1:]), torch.iinfo(like.dtype).max)

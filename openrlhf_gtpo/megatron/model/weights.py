@@ -19,12 +19,12 @@ from openrlhf_gtpo.platform.agreement import all_gather_objects
 
 @dataclass(frozen=True)
 class _Parameter:
-    """One Megatron parameter of a pipeline stage, and what other ranks have in its place.
+    """One Megatron parameter of a pipeline stage, and its counterparts on other ranks.
 
     Fields:
         name: its name within its stage.
-        shape: of the shard.
-        stored: the tensors that it becomes; for an expert, those of all expert-parallel ranks.
+        shape: the shard's shape.
+        stored: the resulting tensors; for an expert, of all expert-parallel ranks.
     """
 
     stage: int
@@ -52,16 +52,16 @@ class _Parameter:
 
 
 class FullWeights:
-    """The whole model on every rank of a replica, under Hugging Face's names; a tied head is not repeated. Each rank
-    merges its parts of adapters into its parts of the weights before they are gathered.
+    """The whole model on every rank of a replica, under Hugging Face's names, without a tied head. Each rank merges
+    its parts of adapters into its parts of the weights before they are gathered.
 
     Collective: all ranks of a replica construct it, and fill or iterate over it, together; if replicas share the
     experts, so do all ranks of those replicas.
 
     Args:
-        bucket_bytes: how much is gathered at once; a larger parameter is a bucket of its own.
-        read: returns a parameter's values on this rank; by default those that the model computes with, so that an FP8
-            primary weight comes out rounded.
+        bucket_bytes: maximum bytes to gather at once; a larger parameter is a bucket of its own.
+        read: returns a parameter's values on this rank; by default the values that the model computes with, so that an
+            FP8 primary weight is rounded.
 
     Fields:
         buckets: for each bucket, the (name, full shape) of the tensors that are gathered at once.
@@ -111,7 +111,7 @@ class FullWeights:
         """The parameters of all stages, the first stage's first."""
         stage = parallel_state.get_pipeline_model_parallel_rank()
         own = [_Parameter(stage, name, p.shape, self._model.stored[name]) for name, p in self._parameters.items()]
-        plan: dict[str, _Parameter] = {}  # by the first tensor, as a tied head comes again from the last stage
+        plan: dict[str, _Parameter] = {}  # keyed by the first tensor, because the last stage repeats a tied head
         for parameter in chain.from_iterable(all_gather_objects(own, self._pp)):
             plan.setdefault(parameter.stored[0].names[0], parameter)
         return list(plan.values())
@@ -131,7 +131,7 @@ class FullWeights:
             yield bucket
 
     def _shards(self, bucket: list[_Parameter]) -> Iterator[list[Tensor]]:
-        """Every rank's part of each parameter, or the parameter alone if all ranks have the same."""
+        """Every rank's part of each parameter, or only the parameter itself if all ranks have the same."""
         dense = self._all_gather([p for p in bucket if p.is_split and not p.is_expert], self._tp)
         experts = self._all_gather([p for p in bucket if p.is_split and p.is_expert], self._experts)
         for parameter in bucket:

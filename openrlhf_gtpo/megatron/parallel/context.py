@@ -1,7 +1,7 @@
-"""Context parallelism: which tokens of a packed row belong to a rank, and how the results of all ranks are combined.
+"""Context parallelism: assigns tokens of a packed row to ranks, and combines the results of all ranks.
 
 Every sequence is cut into 2 × CP chunks; rank r has the r-th and the r-th from the end, so that causal attention costs
-every rank the same. Megatron's rotary embedding and Transformer Engine's attention split it the same way.
+the same on every rank. Megatron's rotary embedding and Transformer Engine's attention split sequences in the same way.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def chunks_of_rank(lengths: Tensor, size: int, rank: int) -> Tensor:
-    """(P / size,) places of ``rank``'s tokens in a row of sequences of ``lengths``, sequence after sequence.
+    """Return the (P / size,) indices of ``rank``'s tokens in a row of sequences of ``lengths``, sequence by sequence.
 
     Lengths are multiples of 2 × ``size``.
     """
@@ -30,5 +30,5 @@ def gather_actions(values: Tensor, is_local: Tensor) -> Tensor:
     Every rank then computes the same loss from them, and only its own values carry its gradient.
     """
     all_values = values.new_zeros(is_local.shape).masked_scatter(is_local, values)
-    # A sum over any group, despite its name; the gradient passes as it is.
+    # Despite its name, this sums over any group and leaves the gradient as it is.
     return reduce_from_tensor_model_parallel_region(all_values, group=parallel_state.get_context_parallel_group())

@@ -1,5 +1,5 @@
-"""The host that Megatron runs on, known only here: its device, its backend, its memory, and the context of every
-Megatron call."""
+"""The only place that knows Megatron's host: its device, its backend, its memory, and the context of every Megatron
+call."""
 
 import contextlib
 import importlib.util
@@ -27,15 +27,15 @@ def has_transformer_engine() -> bool:
 
 
 def megatron_calls() -> contextlib.AbstractContextManager:
-    """The context in which Megatron is called."""
+    """Return the context for calls of Megatron."""
     return contextlib.nullcontext() if on_cuda() else cpu_host.CudaCallsOnCpu()
 
 
 class HostMemory:
-    """Host memory for copies of device memory, kept from one use to the next and pinned on CUDA hosts.
+    """Host memory for copies of device memory, reused, and pinned on CUDA hosts.
 
-    It is not pinned by ``pin_memory=True``, whose allocator rounds up to a power of two. With
-    pinned_max_round_threshold_mb the allocator does not, but torch 2.13 may then hand out less than it was asked for
+    It does not use ``pin_memory=True``, whose allocator rounds up to a power of two. With
+    pinned_max_round_threshold_mb the allocator does not round, but torch 2.13 may then return less than requested
     (https://github.com/pytorch/pytorch/pull/192722).
     """
 
@@ -43,7 +43,7 @@ class HostMemory:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def buffer(self, size: int) -> torch.Tensor:
-        """Return (size,) bytes, whose previous contents are lost."""
+        """Return (size,) bytes. Previous contents are lost."""
         if self._bytes.numel() < size:
             self._bytes = torch.empty(0, dtype=torch.uint8)  # freed before the larger one is allocated
             self._bytes = torch.empty(size, dtype=torch.uint8)

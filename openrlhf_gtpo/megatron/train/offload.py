@@ -1,4 +1,4 @@
-"""Moves the memory of a trainer or a model to the host and back, between the phases of a run that shares its GPUs."""
+"""Moves the memory of a trainer or a model to the host and back, between phases of a run that share its GPUs."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -14,15 +14,14 @@ from openrlhf_gtpo.megatron.train.trainer import Trainer
 
 
 class Offload:
-    """The storages of one trainer: parameters, gradient buffers, and optimizer states with their float32 weights; or
-    the parameters of a model alone.
+    """The storages of one trainer (parameters, gradient buffers, optimizer states with their float32 weights), or only
+    the parameters of a model.
 
-    Tensors stay as they are; only the memory behind them is freed for other processes, so that every view of a buffer
-    is valid again after :meth:`restore`. Gradients are not kept, since a step begins with zeros.
+    Tensors stay as they are. Only the memory behind them is freed for other processes, so every view of a buffer is
+    valid again after :meth:`restore`. Gradients are dropped, because a step begins with zeros.
 
-    Host memory is pinned and kept from one move to the next: 2 bytes per bfloat16 parameter of this rank, and 12
-    (float32 weight, AdamW's two moments) per parameter whose states it has; the distributed optimizer shards those
-    over DP × CP.
+    Host memory is pinned and reused: 2 bytes per bfloat16 parameter of this rank, and 12 (float32 weight, AdamW's two
+    moments) per parameter with states here. The distributed optimizer shards the states over DP × CP.
     """
 
     def __init__(self, target: Trainer | LoadedModel) -> None:
@@ -32,11 +31,11 @@ class Offload:
         self._moved: dict[str, list[tuple[torch.UntypedStorage, Tensor]]] = {}
 
     def gradients(self) -> None:
-        """Release only the gradients, which neither loading nor saving reads."""
+        """Release only the gradients, which neither loading nor saving needs."""
         self._trainer.ddp.offload_grad_buffers()
 
     def optimizer(self) -> None:
-        """Release gradients, and move optimizer states; parameters remain, so that forward passes still work."""
+        """Release gradients, and move optimizer states. Parameters remain, so forward passes still work."""
         if "optimizer" not in self._moved:
             parameters = {_address(tensor) for tensor in self._parameters()}
             self._move("optimizer", (t for t in self._optimizer_tensors() if _address(t) not in parameters))
@@ -51,7 +50,7 @@ class Offload:
         torch.cuda.empty_cache()
 
     def restore(self, *, optimizer: bool = True, gradients: bool = True) -> None:
-        """Bring back what was moved: parameters, with ``optimizer`` its states, and with both flags gradients."""
+        """Restore parameters, with ``optimizer`` also its states, and with both flags also gradients."""
         for name in ("parameters", *(["optimizer"] if optimizer else [])):
             for storage, host in self._moved.pop(name, []):
                 storage.resize_(host.numel())
@@ -65,7 +64,7 @@ class Offload:
         """Free the memory of ``tensors`` once it is copied; only ``empty_cache`` gives it to other processes."""
         storages = {s.data_ptr(): s for s in (tensor.untyped_storage() for tensor in tensors) if s.nbytes()}
         sizes = [storage.nbytes() for storage in storages.values()]
-        host = self._host[name].buffer(sum(sizes))  # moments come with the first step
+        host = self._host[name].buffer(sum(sizes))  # the first step creates the moments
         self._moved[name] = list(zip(storages.values(), host.split(sizes), strict=True))
         for storage, host in self._moved[name]:
             host.copy_(_bytes(storage))
