@@ -195,7 +195,7 @@ on_stop() {
     end="$(SLURM_TIME_FORMAT=standard squeue --noheader --jobs "$job" --format %e 2>/dev/null || true)"
     ! end="$(date -d "${end:-no limit}" +%s 2>/dev/null)" || left=$((end - $(date +%s)))
     stop_deadline=$((SECONDS + (left > 120 ? left - 60 : left / 2)))
-    say "SIGUSR1: saving a checkpoint after this step, then back into the queue ($left s left)."
+    say "SIGUSR1: a checkpoint after this step, then back into the queue ($left s left)."
     touch "$stop_file"
 }
 

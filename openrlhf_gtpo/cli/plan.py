@@ -218,10 +218,10 @@ def _print(args: argparse.Namespace, request: Request, ranked: list[Candidate]) 
     fitting = sum(candidate.fits for candidate in ranked)
     print(
         f"{args.model} on {cluster.gpus} × {cluster.gpu.name} in {cluster.nodes} node{'s' * (cluster.nodes > 1)}, "
-        f"{args.placement}: {len(ranked)} candidate{'s' * (len(ranked) > 1)}, {fitting} fit{'s' * (fitting == 1)}\n"
-        f"a step: {work.prompts_per_step} prompts × {work.samples_per_prompt} responses, "
-        f"prompts of {work.prompt:.0f} and responses of {work.response:.0f} tokens on average "
-        f"(most {work.prompt_length} and {work.response_length})\n"
+        f"{args.placement}: {len(ranked)} candidate{'s' * (len(ranked) > 1)}, {fitting} fit{'s' * (fitting == 1)}\na "
+        f"step: {work.prompts_per_step} prompts × {work.samples_per_prompt} responses, prompts of {work.prompt:.0f} "
+        f"and responses of {work.response:.0f} tokens on average (at most {work.prompt_length} and "
+        f"{work.response_length})\n"
     )
     print(output.ranking(ranked, args.top))
     print(f"\n{'best' if fitting else 'nearest'}: {output.details(ranked[0])}")

@@ -1,7 +1,7 @@
 """A run's heartbeat: a file that its controller touches whenever it makes progress.
 
 The file is in a folder that all nodes share, because Ray chooses the controller's node. It is absent while engines and
-models load and while the trained model is written. Those take any time, and have their own limits.
+models load and while the trained model is written. Their duration varies, and they have their own limits.
 """
 
 import threading

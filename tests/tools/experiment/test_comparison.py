@@ -53,7 +53,7 @@ def test_no_differences_have_an_interval_of_no_width_and_one_seed_has_none() -> 
     assert equal.sentence("a", "b") == same_mean
     one = paired_difference(np.array([[0.5, 0.7]]))
     assert one.effect == pytest.approx(0.6) and math.isnan(one.low) and math.isnan(one.seen)
-    assert "1 seed does not say" in one.sentence("a", "b")
+    assert "1 seed cannot show" in one.sentence("a", "b")
 
 
 def test_an_interval_without_0_does_not_show_it() -> None:

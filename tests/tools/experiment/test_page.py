@@ -27,7 +27,7 @@ def test_an_experiments_page_has_figures_comparisons_and_what_differs(tmp_path: 
     assert page(study, "--baseline", "dapo", "--output", tmp_path / "out") == 0
     text = (tmp_path / "out" / "index.html").read_text()
     assert "Runs: 3 dapo, 3 grpo&lt;b&gt;, 3 gtpo." in text and "<b>" not in text
-    assert "left out: " + str(study / "gtpo" / "seed-4") in text
+    assert "Left out: " + str(study / "gtpo" / "seed-4") in text
     assert "math500, mean@32: gtpo is better than dapo (+0." in text
     assert "grpo&lt;b&gt; against dapo: no difference seen" in text and "3 seeds can see 0." in text
     assert text.count("<svg") == 4 and "#010203" not in text and "http-equiv" in text and "<script" not in text

@@ -174,7 +174,7 @@ def test_engines_are_those_that_vllm_starts(sizes: dict[str, int], gpus: int, le
         if size in legal:
             assert candidates(replace(asked, vllm_tensor=size))[0].engines.tensor == size
         else:
-            with pytest.raises(SettingError, match=f"vllm_tensor_parallel {size} must divide .*; it can be 1, 2"):
+            with pytest.raises(SettingError, match=f"vllm_tensor_parallel {size} must divide .*; give one of 1, 2"):
                 candidates(replace(asked, vllm_tensor=size))
 
 
