@@ -201,7 +201,7 @@ def check_checkpoint(
     if hf_config is not None:
         stored, expected = manifest["model"], describe_model(hf_config)
         differences = [
-            f"{name} {stored.get(name)!r} instead of {expected.get(name)!r}"
+            f"{name} {stored.get(name)!r} and not {expected.get(name)!r}"
             for name in _SHAPE_FIELDS
             if stored.get(name) != expected.get(name)
         ]

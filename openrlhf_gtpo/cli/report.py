@@ -83,7 +83,7 @@ def _run(args: argparse.Namespace) -> None:
     check_output("--png", png, args.metrics / "metrics.jsonl" if folder else args.metrics)
     runs = [rows for rows in read_runs(args.metrics) if any(row["kind"] != names.KIND_RUN for row in rows)]
     if not runs:
-        raise UsageError(f"{args.metrics} has no step yet.")
+        raise UsageError(f"{args.metrics} has no step yet; wait for the first one.")
     for number, metrics in enumerate(runs, start=1):
         if len(runs) > 1:
             print(f"{args.metrics}: run {number} of {len(runs)}")

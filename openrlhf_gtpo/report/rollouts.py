@@ -166,7 +166,7 @@ def _whole(path: Path) -> Iterator[None]:
 def _settings(path: Path, schema: pa.Schema) -> dict[str, Any]:
     text = (schema.metadata or {}).get(_KEY)
     if text is None:
-        raise ValueError(f"{path} is a Parquet file, but not a rollout dump of this package.")
+        raise ValueError(f"{path} is not a rollout dump; name a file that --logger.dump_rollouts wrote.")
     settings: dict[str, Any] = json.loads(text)
     if settings["version"] not in _READ:
         raise ValueError(

@@ -96,7 +96,7 @@ def load_table(source: str, config: str | None = None, split: str = "train") -> 
     path = Path(source)
     kind = _FILES.get(path.suffix)
     if kind is not None and not path.is_file():
-        raise ValueError(f"--source {source} does not exist")
+        raise ValueError(f"--source {source} does not exist; check the path")
     if kind is not None and (config is not None or split != "train"):
         flag = f"--split {split}" if config is None else f"--config {config}"
         raise ValueError(f"--source {source} is a file, so {flag} has no use; leave it out")
@@ -156,7 +156,7 @@ def write_math_files(
     if eval_size >= len(rows):
         raise ValueError(
             f"--eval-size {eval_size} leaves nothing to train on: {len(rows)} problems have an answer that can be "
-            f"checked ({repeated} more were repeated, {without_answer} had none)"
+            f"checked ({repeated} more were repeated, {without_answer} had none); hold out fewer"
         )
     held_out = set(random.Random(seed).sample(range(len(rows)), eval_size))
     texts = {"train": _lines(row for index, row in enumerate(rows) if index not in held_out)}

@@ -114,7 +114,7 @@ def read_grid(path: Path) -> Grid:
     if len({*file.seeds}) < len(file.seeds):
         raise UsageError(f"{path}: seeds must be given once each, got {file.seeds}.")
     if file.baseline is not None and file.baseline not in file.methods:
-        raise UsageError(f"{path}: the baseline {file.baseline!r} is not among the methods {', '.join(file.methods)}.")
+        raise UsageError(f"{path}: the baseline must be one of {', '.join(file.methods)}, got {file.baseline!r}.")
     # Build methods × settings × seeds. A setting must not override a method or another setting.
     output = Path(file.output).expanduser()
     runs = []
@@ -124,7 +124,7 @@ def read_grid(path: Path) -> Grid:
         for (axis, values), name in zip(file.settings.items(), chosen, strict=True):
             for flag, value in (values[name] or {}).items():
                 if flag in set_by:
-                    raise UsageError(f"{path}: settings.{axis}.{name} and {set_by[flag]} both set {flag}.")
+                    raise UsageError(f"{path}: settings.{axis}.{name} and {set_by[flag]} both set {flag}; keep one.")
                 set_by[flag] = f"settings.{axis}.{name}"
                 flags[flag] = value
         label = "/".join([method, *chosen])
@@ -156,7 +156,7 @@ def places(folder: Path) -> dict[str, Any]:
 def _check_flags(path: Path, place: str, flags: Mapping[str, Any]) -> None:
     for name, value in flags.items():
         if name in (_OURS_OF_EVALUATE if place == "evaluate" else OURS):
-            raise UsageError(f"{path}: {place} sets {name}, which the experiment sets itself.")
+            raise UsageError(f"{path}: {place} sets {name}, which the experiment sets itself; leave it out.")
         if name.startswith("logger.wandb.k") and value != "WANDB_API_KEY":
             raise UsageError(
                 f"{path}: {place}.{name} must be the word WANDB_API_KEY, with W&B's key in that environment "

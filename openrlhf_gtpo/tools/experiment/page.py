@@ -123,7 +123,7 @@ def find_runs(arguments: Sequence[str], wanted: Container[Path] | None = None) -
             if first.seed is not None and first.seed == second.seed:
                 raise UsageError(f"{label} has seed {first.seed} twice, in {first.path} and {second.path}; name one.")
     if not runs:
-        raise UsageError(f"None of the {len(unfinished)} runs in {', '.join(arguments)} has finished.")
+        raise UsageError(f"None of the {len(unfinished)} runs in {', '.join(arguments)} has finished; wait for one.")
     return runs, unfinished
 
 
@@ -253,7 +253,7 @@ def _bases(runs: Runs, baseline: str) -> dict[str, str]:
     """Map each label to the label to compare it with, which may have no run."""
     baselines = {label for label in runs if label == baseline or label.split("/")[0] == baseline}
     if not baselines:
-        raise UsageError(f"The baseline {baseline!r} is not among the runs: {', '.join(runs)}.")
+        raise UsageError(f"The baseline {baseline!r} is not among the runs {', '.join(runs)}; name one of them.")
     return {
         label: baseline if baseline in baselines else "/".join([baseline, *label.split("/")[1:]])
         for label in sorted(runs.keys() - baselines)
