@@ -181,7 +181,7 @@ class ModelShape:
         return rank * (whole + sharded // tensor)
 
     def padded_vocab_size(self, tensor: int = 1) -> int:
-        """The vocabulary padded for tensor parallelism: rows of the embedding and of the head, over all ranks."""
+        """Pad the vocabulary for tensor parallelism: rows of the embedding and of the head, over all ranks."""
         multiple = VOCABULARY_MULTIPLE * tensor
         return -(-self.vocab_size // multiple) * multiple
 

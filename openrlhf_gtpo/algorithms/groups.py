@@ -41,7 +41,7 @@ class Rows:
         return self.mask.any(-1, keepdim=True)
 
     def uniform(self, counted: Tensor) -> Tensor:
-        """(R, 1) bool, True if the ``counted`` (R, 1) rows of a row's group all succeed or all fail."""
+        """Mark, (R, 1) bool, the rows of groups whose ``counted`` (R, 1) rows all succeed or all fail."""
         success_rate = mean_by(self.won.double(), self.group, counted)
         return (success_rate == 0) | (success_rate == 1)
 

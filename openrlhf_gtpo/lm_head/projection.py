@@ -80,7 +80,7 @@ class Settings:
     def backward_tile(
         self, hidden: Tensor, tokens: int, accumulator_bytes: int, *, entropy_grad: bool, direct: bool
     ) -> tiles.Tile:
-        """`direct`: whether the weight's gradient has the dtype of the inputs and holds nothing yet."""
+        """Choose the backward tile. `direct`: the weight's gradient has the inputs' dtype and is still empty."""
         item, wide = _item_sizes(hidden)
         on_cpu = hidden.device.type == "cpu"
         needed = partial(

@@ -20,7 +20,7 @@ ACCUMULATOR_SHARE = 0.75
 
 
 def spans(length: int, step: int) -> Iterator[slice]:
-    """Slices of at most `step` that cover range(length)."""
+    """Cut range(length) into slices of at most `step`."""
     for start in range(0, length, step):
         yield slice(start, min(start + step, length))
 

@@ -110,7 +110,7 @@ class MetricsWriter:
 
 
 def phase_file(path: Path) -> Path:
-    """The file in which a run with the metrics file `path` shows what it is doing."""
+    """Return the file in which a run with the metrics file `path` shows what it is doing."""
     return path.with_name(f"{path.name}.phase")
 
 

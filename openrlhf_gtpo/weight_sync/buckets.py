@@ -75,7 +75,7 @@ def plan_buckets(parameters: Iterable[ParameterMeta], bucket_bytes: int) -> list
 
 
 def numel(bucket: Bucket) -> int:
-    """Number of elements in a bucket's buffer."""
+    """Count the elements in a bucket's buffer."""
     return sum(math.prod(shape) for _, shape in bucket)
 
 

@@ -89,7 +89,7 @@ class Fp8:
 
     @contextlib.contextmanager
     def high_precision(self) -> Iterator[None]:
-        """Within this context, the model computes without FP8."""
+        """Compute without FP8 within this context."""
         mode, self._config.fp8 = self._config.fp8, None
         calibrated, self.calibrated = self.calibrated, True  # scales learn nothing from a pass without FP8
         for linear in self._linears:

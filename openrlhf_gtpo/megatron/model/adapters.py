@@ -109,7 +109,7 @@ class Adapters(torch.nn.Module):
         return column(narrow) if self._is_column else row(narrow)
 
     def add_to(self, linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> Any:
-        """The forward hook of the product ``linear``."""
+        """Add the adapters' output to the output of the product ``linear``; its forward hook."""
         if not self.enabled:
             return output
         hidden = inputs[0]

@@ -82,7 +82,7 @@ def megatron_config(
 
 
 def layer_spec(config: PolicyConfig) -> TransformerBlockSubmodules:
-    """The decoder layers of this pipeline stage."""
+    """Return the decoder layers of this pipeline stage."""
     if config.portable_layers:
         return portable_layer_spec(config)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
@@ -95,7 +95,7 @@ def layer_spec(config: PolicyConfig) -> TransformerBlockSubmodules:
 
 
 def rotary_arguments(hf_config: PretrainedConfig) -> dict[str, Any]:
-    """Arguments of Megatron's GPTModel for the model's rotary embedding."""
+    """Return the arguments of Megatron's GPTModel for the model's rotary embedding."""
     rope = hf_config.rope_parameters
     arguments: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": rope["rope_theta"]}
     if FAMILIES[hf_config.model_type].partial_rotary:

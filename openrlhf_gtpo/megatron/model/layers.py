@@ -106,7 +106,7 @@ class PackedAttention(torch.nn.Module):
 
 
 def portable_layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The decoder of this pipeline stage, built from the layers of this module."""
+    """Build the decoder of this pipeline stage from the layers of this module."""
     qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
     mixture = config.num_moe_experts is not None
     dense = ModuleSpec(

@@ -17,7 +17,7 @@ def on_cuda() -> bool:
 
 
 def device() -> torch.device:
-    """The device of this process's tensors."""
+    """Return the device of this process's tensors."""
     return torch.device("cuda", torch.cuda.current_device()) if on_cuda() else torch.device("cpu")
 
 

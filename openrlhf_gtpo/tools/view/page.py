@@ -46,7 +46,7 @@ class Packed:
 
 
 def decimal_codes(values: np.ndarray) -> np.ndarray:
-    """(N,) uint16: (power of ten + 20) << 11 | three signed digits + 1024; digits of -1024 are NaN."""
+    """Encode as (N,) uint16: (power of ten + 20) << 11 | three signed digits + 1024; digits of -1024 are NaN."""
     size = np.abs(values.astype(np.float64))
     good = np.isfinite(size)
     size = np.where(good & (size >= 10.0 ** (_LOWEST + 2)), size, 0)
