@@ -55,7 +55,7 @@ class Difference:
         interval = f"{effect}, 95 % interval {decimals(self.low, '+')} to {decimals(self.high, '+')}"
         if self.low <= 0 <= self.high:
             return (
-                f"{method} against {baseline}: no difference seen ({interval}); {self.seeds} {of} can detect "
+                f"{method} against {baseline}: no difference seen ({interval}); {self.seeds} {of} can see "
                 f"{decimals(self.seen)}."
             )
         return f"{method} is {'better' if self.effect > 0 else 'worse'} than {baseline} ({interval})."
