@@ -84,7 +84,7 @@ def restarts_of(folder: Path) -> int:
 
 
 def notices_of(folder: Path) -> int:
-    """Count how often a run was found hanging, or restarted."""
+    """How often a run was found hanging, or started again."""
     return restarts_of(folder) + (folder / "log").read_text().count("; ending the run.")
 
 

@@ -36,7 +36,7 @@ def gtpo(entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor) -> T
 
 
 def one_polarity(entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor) -> Tensor:
-    """Mistake: mean and std over the rows of one polarity only."""
+    """Mean and std over the rows of one polarity alone."""
     return gtpo_advantages(entropy, mask, outcome, group_ids, GTPOConfig(normalize_over="polarity"))
 
 

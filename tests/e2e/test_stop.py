@@ -147,7 +147,7 @@ def _train_until_stopped(argv: list[str], folder: Path, hold: Hold) -> None:
     assert [step["step"] for step in Finished(code, text, folder).steps] == [1, 2, 3, 3, 4, 5]  # 5 was in progress
     assert "of 2 (counted from 0) died: " in text and "Restarting it" in text
     assert "train_ppo_ray stopped: a process of the run died" in text
-    assert "restart 1 of 1 resumes from the last checkpoint" in text
+    assert "restart 1 of 1 resumes from its last checkpoint" in text
     assert "train_ppo_ray stopped: on request, after step 5, which is saved" in text.strip().splitlines()[-1]
 
 
