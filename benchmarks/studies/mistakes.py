@@ -36,7 +36,7 @@ def gtpo(entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor) -> T
 
 
 def one_polarity(entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor) -> Tensor:
-    """Mean and std over the rows of one polarity alone."""
+    """Mistake: mean and std over the rows of one polarity only."""
     return gtpo_advantages(entropy, mask, outcome, group_ids, GTPOConfig(normalize_over="polarity"))
 
 

@@ -149,7 +149,7 @@ def normalization(reward: Tensor, counted: Tensor, won: Tensor, config: ShapingC
 
     Args:
         reward: (R, T), or (R, 1) with one reward per row. In two-set variants a row of O+ has r+, and a row of O- has
-            r-. Either is 0 on the rows of the other set; those zeros count unless ``normalize_over`` is "polarity".
+            r-. Either is 0 on the rows of the other set. Those zeros count unless ``normalize_over`` is "polarity".
         counted: bool, the rewards that count.
         won: (R, 1) bool, True for rows of O+.
 

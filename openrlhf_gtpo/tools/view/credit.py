@@ -63,6 +63,7 @@ def read_methods(texts: Sequence[str], dump: RolloutDump) -> list[Method]:
 def _run_settings(kind: Any, config: dict[str, Any]) -> dict[str, Any]:
     """A run's settings without its variant's defaults, which another variant may reject."""
     variant = {"variant": config["variant"]} if "variant" in config else {}
+    config = {name.replace("normalise_", "normalize_"): value for name, value in config.items()}  # 0.1's spelling
     former = {("peers", "all")}  # a setting of earlier versions, with its default
     return variant | dict(config.items() - vars(kind(**variant)).items() - former)
 
