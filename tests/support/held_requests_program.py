@@ -151,7 +151,7 @@ def main(model: str, output: str) -> None:
     compare("beside_others", [values, {}, values, {"logprobs": 1}], prompts[:32], lambda number: number % 4 < 2)
     compare("no_values", [{"detokenize": False}], prompts[:16])
     compare("text", [{"logprobs": 0}], prompts[:16])
-    compare("stop_strings", [{"logprobs": 0, "stop": ["e", "a"]}], prompts[:16])
+    compare("stop_strings", [{"logprobs": 0, "stop": list("abcdefghijklm")}], prompts[:16])
     changes = {step: partial(engine.change_weights, step) for step in (20, 60)}
     compare("weights_changed", [long], [prompt[:60] for prompt in prompts[:16]], at_step=changes)
     with open(output, "wb") as file:

@@ -30,6 +30,7 @@ SAMPLED, LOG_PROBS = [5, 6, 5], [-0.5, -0.25, -1.0]
         ({"prompt_logprobs": 0}, False),
         ({"logprobs": -1}, False),
         ({"logprob_token_ids": [3]}, False),
+        *[({name: [[3]]}, False) for name in ("prompt_logprob_token_ids",) if hasattr(SamplingParams(), name)],
     ],
     ids=str,
 )

@@ -32,7 +32,8 @@ def hold(params: SamplingParams) -> bool:
     """Ask for a request's tokens and values at its end; False, without a change, if they are needed earlier: vLLM's
     client looks for stop strings, and a prompt's log-probs come with the first token."""
     likely = params.logprob_token_ids is None and (params.logprobs or 0) >= 0  # -1: those of the whole vocabulary
-    if params.stop or params.prompt_logprobs is not None or not likely:
+    of_prompt = [getattr(params, name, None) for name in ("prompt_logprobs", "prompt_logprob_token_ids")]
+    if params.stop or any(asked is not None for asked in of_prompt) or not likely:
         return False
     params.extra_args = {**(params.extra_args or {}), _HOLD: True}
     return True

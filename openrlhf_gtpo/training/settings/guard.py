@@ -15,7 +15,7 @@ from openrlhf_gtpo.errors import UsageError
 
 SUPPORTED_VERSIONS = ("0.11.2",)
 # Minor versions that ``features/sampler_entropy/vllm_sampler.py`` and ``rollout/vllm_scheduler.py`` know.
-KNOWN_VLLM = ("0.29",)
+KNOWN_VLLM = ("0.29", "0.30", "0.31", "0.32")
 
 # What ``rollout/vllm_scheduler.py`` uses: module -> top-level names and methods of classes, with plain parameters.
 # The same of OpenRLHF is in tests/contract/relied_on.txt.
