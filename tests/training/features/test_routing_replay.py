@@ -2,6 +2,7 @@
 ``tests/megatron/test_routing_replay.py``."""
 
 import math
+from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from openrlhf_gtpo import platform
 from openrlhf_gtpo.errors import TrainingStopped, UsageError
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.training import run
 from openrlhf_gtpo.training.checks.model import Model
 from openrlhf_gtpo.training.credit.loss import LossInputs, StepTotals
-from openrlhf_gtpo.training.features.routing_replay import RoutingReplay
+from openrlhf_gtpo.training.features.routing_replay import RoutingReplay, check
 from openrlhf_gtpo.training.features.routing_replay.controller import layers_of, summary
 from openrlhf_gtpo.training.features.routing_replay.engine import Experts, routes_of_row
 from openrlhf_gtpo.training.features.routing_replay.rank import Distance, RoutingReplayInRank, Seen
@@ -164,6 +166,27 @@ def test_mixtures_have_it_by_default(experts: int, command: dict[str, Any]) -> N
     if not experts:
         with pytest.raises(UsageError, match="the model has no experts"):
             RoutingReplay(changed(args, {"rollout.routing_replay": "on"})).for_model(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("version", "host", "possible"),
+    [("0.30.0", "cpu", True), ("0.31.0", "cpu", False), ("0.30.0", "cuda", True), ("0.31.0", "cuda", True)],
+)
+def test_a_vllm_that_returns_no_experts_here(
+    version: str, host: str, possible: bool, command: dict[str, Any], monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:
+    """From 0.31 on a CPU has none, and elsewhere prefixes must be cached."""
+    installed = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: version if "vllm" in name else installed(name))
+    monkeypatch.setenv(platform.PLATFORM_VARIABLE, host)
+    monkeypatch.setattr(check, "why_no_scheduler", lambda: None)
+    args = run.parse(argv_of({**command, **MEGATRON}))
+    assert RoutingReplay(args).is_on() == possible
+    assert RoutingReplay(args).engine_args().get("enable_prefix_caching", False) == (version == "0.31.0")
+    if not possible:
+        message = f"on a CPU .* vLLM {version} is installed; install one of those, or leave"
+        with pytest.raises(UsageError, match=message):
+            run.parse(argv_of({**command, **MEGATRON, "--rollout.routing_replay": "on"}))
 
 
 def test_a_dense_checkpoint_is_known_without_the_checks(

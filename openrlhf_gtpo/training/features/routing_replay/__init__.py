@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.feature import ControllerFeature, EngineFeature, Feature
 from openrlhf_gtpo.training.features.routing_replay.settings import ROUTING
+from openrlhf_gtpo.training.settings.guard import EITHER_RUNNER_RETURNS_EXPERTS, other_vllm
 
 if TYPE_CHECKING:
     from openrlhf_gtpo.training.checks.model import Model
@@ -38,8 +39,10 @@ class RoutingReplay(Feature):
     def engine_args(self) -> dict[str, Any]:
         extension = f"{__name__}.vllm_capture.CapturingExtension"
         # The old policy's log-probs, with which the engines' are compared, are at the run's temperature.
-        at_temperature = {"logprobs_mode": "processed_logprobs"}
-        return {"enable_return_routed_experts": True, "worker_extension_cls": extension} | at_temperature
+        args: dict[str, Any] = {"logprobs_mode": "processed_logprobs"}
+        if other_vllm(EITHER_RUNNER_RETURNS_EXPERTS):
+            args["enable_prefix_caching"] = True
+        return {"enable_return_routed_experts": True, "worker_extension_cls": extension} | args
 
     def engine(self) -> EngineFeature:
         from openrlhf_gtpo.training.features.routing_replay.engine import RoutingReplayInEngine

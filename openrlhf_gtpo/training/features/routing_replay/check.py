@@ -1,9 +1,14 @@
 """What routing replay cannot be combined with: ``on`` is refused there, ``auto`` is off."""
 
+from openrlhf_gtpo import platform
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.training.arguments import Arguments
 from openrlhf_gtpo.training.checks.model import Model
-from openrlhf_gtpo.training.settings.guard import why_no_scheduler
+from openrlhf_gtpo.training.settings.guard import (
+    EITHER_RUNNER_RETURNS_EXPERTS,
+    other_vllm,
+    why_no_scheduler,
+)
 from openrlhf_gtpo.training.settings.megatron_overrides import parse_overrides
 
 _FLAG = "rollout.routing_replay"
@@ -25,6 +30,9 @@ def can_replay(args: Arguments) -> bool:
         why = "Transformer Engine's router takes no routes; drop --megatron.override moe_router_fusion=true"
     elif no_channel := why_no_scheduler():
         why = f"vLLM's answers have no room for routes: {no_channel}"
+    elif platform.chosen_platform() == "cpu" and (other := other_vllm(EITHER_RUNNER_RETURNS_EXPERTS)):
+        known = ", ".join(EITHER_RUNNER_RETURNS_EXPERTS)
+        why = f"on a CPU only vLLM {known} return the experts of tokens, and {other}; install one of those"
     else:
         return True
     return _off_or_refused(args, why)
