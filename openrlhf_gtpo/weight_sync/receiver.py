@@ -126,8 +126,8 @@ def _pack(module: torch.nn.Module) -> None:
     Logits come from a packed copy of the head's weight. A head tied to the embedding gets no weight of its own in a
     reload, which updates the shared weight and leaves the copy stale. Experts are packed in place, at the first load
     alone: after another the kernels would read plain weights as packed ones. Can go once a reload does both (vllm
-    0.29.0, model_executor/model_loader/reload/layerwise.py, _layerwise_process; model_executor/layers/fused_moe/
-    unquantized_fused_moe_method.py, _setup_kernel).
+    0.29.0 to 0.32.0, model_executor/model_loader/reload/layerwise.py, _layerwise_process; model_executor/layers/
+    fused_moe/unquantized_fused_moe_method.py, _setup_kernel).
     """
     method = getattr(module, "quant_method", None)
     kernel = getattr(method, "moe_kernel", None)
