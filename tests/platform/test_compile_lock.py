@@ -49,6 +49,5 @@ def test_a_lock_at_work_is_waited_for(killed: Path, capsys: pytest.CaptureFixtur
     thread.join()
     baton.release()
     assert (
-        capsys.readouterr().out
-        == f"Waiting for the compilation in {killed.parent}, or for 600 s without a new file\n"
+        capsys.readouterr().out == f"Waiting for the compilation in {killed.parent}, or for 600 s without a new file\n"
     )

@@ -126,9 +126,7 @@ def test_weights_that_do_not_arrive_stop_the_run(
 ) -> None:
     trainer = trainer_of(policy, actors, *argv, "--vllm.sync_checksum")
     trainer._parts_to_send = lambda: adapters.parts(policy)[:-1]  # type: ignore[method-assign]
-    with pytest.raises(
-        TrainingStopped, match="1.bias was not loaded completely by worker 0 of vLLM engine 0"
-    ):
+    with pytest.raises(TrainingStopped, match="1.bias was not loaded completely by worker 0 of vLLM engine 0"):
         trainer.broadcast_to_vllm()
 
 
