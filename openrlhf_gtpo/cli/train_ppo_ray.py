@@ -152,16 +152,16 @@ def supervise(command: Sequence[str], args: Arguments, locks: Sequence[int] = ()
         if status in _ENDS:
             return 1 if status == _NOT_AGAIN else status
         # It may succeed next time: say why it ended, and where the restart begins.
-        why = f"it ended with status {status} (see its last lines)"
+        why = f"the run ended with status {status} (see its last lines)"
         if status == HUNG:
             why = stalled
         elif status < 0:
-            why = f"its driver was killed by signal {-status}"
+            why = f"the run's driver was killed by signal {-status}"
         if restart <= restarts:
             newest = _newest(args)
             is_new = newest is not None and newest != before  # neither the requested checkpoint nor an earlier run's
             goes_on = is_new or newest is not None and args.ckpt.load_enable
-            place = "resumes from its last checkpoint" if goes_on else "starts over, without a checkpoint yet"
+            place = "resumes from its last checkpoint" if goes_on else "starts over, as it has no checkpoint yet"
             print(f"train_ppo_ray: {why}; restart {restart} of {restarts} {place}.", file=sys.stderr, flush=True)
             if is_new:
                 command += ["--ckpt.load_enable", "--ckpt.load_tag", ""]

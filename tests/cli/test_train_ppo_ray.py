@@ -73,9 +73,9 @@ def test_a_run_that_dies_goes_on_from_its_checkpoint_until_it_ends(args, tmp_pat
     first = ["run", "--ckpt.stop_file", str(tmp_path / "stop"), "--logger.wandb.run_name", "ppo_at_noon"]
     assert runs.commands == [first, first, [*first, "--ckpt.load_enable", "--ckpt.load_tag", ""]]
     assert capsys.readouterr().err.splitlines() == [
-        "train_ppo_ray: it ended with status 1 (see its last lines); restart 1 of 2 starts over, without a "
+        "train_ppo_ray: the run ended with status 1 (see its last lines); restart 1 of 2 starts over, as it has no "
         "checkpoint yet.",
-        "train_ppo_ray: its driver was killed by signal 9; restart 2 of 2 resumes from its last checkpoint.",
+        "train_ppo_ray: the run's driver was killed by signal 9; restart 2 of 2 resumes from its last checkpoint.",
     ]
 
 
@@ -92,7 +92,7 @@ def test_a_run_goes_on_from_no_checkpoint_but_its_own_and_the_one_asked_for(
     first = ["run", "--ckpt.stop_file", str(tmp_path / "stop"), "--logger.wandb.run_name", "ppo_at_noon"]
     runs = Runs(monkeypatch, 1, 0)
     assert train_ppo_ray.supervise(["run"], args) == 0 and runs.commands == [first, first]
-    assert "restart 1 of 2 starts over, without a checkpoint yet." in capsys.readouterr().err
+    assert "restart 1 of 2 starts over, as it has no checkpoint yet." in capsys.readouterr().err
     args.ckpt.load_enable, args.critic.model_name_or_path = True, "MODEL"
     save(tmp_path, "global_step9", "_critic")
 
@@ -147,11 +147,11 @@ def test_sigterm_ends_a_run_with_a_sentence_before_ray_is_there(args, training, 
     [
         (
             2,
-            "train_ppo_ray stopped: its driver was killed by signal 6, after 2 restarts; there is no checkpoint to go",
+            "train_ppo_ray stopped: the run's driver was killed by signal 6, after 2 restarts; no checkpoint",
         ),
         (
             0,
-            "train_ppo_ray stopped: its driver was killed by signal 6; there is no checkpoint to go",
+            "train_ppo_ray stopped: the run's driver was killed by signal 6; no checkpoint",
         ),
     ],
 )
