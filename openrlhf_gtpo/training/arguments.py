@@ -324,6 +324,7 @@ class Logger:
     entropy_enable: bool = False
     logging_steps: int
     metrics_path: str | None = None
+    started: float = 0.0
     tensorboard_dir: str | None
     wandb: LoggerWandb
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -44,10 +45,11 @@ def train(args: Arguments) -> None:
         Restartable: a process or a node died, or Ray did not start.
         StoppedOnRequest: the run was asked to stop; it can be resumed.
     """
+    started = time.time()
     stop.prepare(args)
     # Decided here, because a supervised run's own process does not run the checks.
     policy, *_ = models = _models(args)
-    args = changed(_for_model(policy, args), shared_prompts.decide(args, models))
+    args = changed(_for_model(policy, args), shared_prompts.decide(args, models) | {"logger.started": started})
     if args.rollout.is_sampled and (why := why_no_scheduler()):
         print(f"Rollouts are slower, because engines send one token at a time: {why}.", file=sys.stderr)
     patch.apply(args, features_of(args))

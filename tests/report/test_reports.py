@@ -12,7 +12,7 @@ from openrlhf_gtpo.report.summary import comparison_markdown
 
 def _run(path, steps=4, evaluations=((0, 0.2), (4, 0.5)), seed=1, entropies=True, more=lambda kind, step: {}):
     with closing(MetricsWriter(path)) as writer:
-        writer.write("run", 0, {"seed": seed})
+        writer.write("run", 0, {"seed": seed, names.TIMING_START: 30.0})
         for step in range(1, steps + 1):
             metrics = {
                 names.REWARD_MEAN: 0.1 * step,
@@ -27,6 +27,8 @@ def _run(path, steps=4, evaluations=((0, 0.2), (4, 0.5)), seed=1, entropies=True
         for step, value in evaluations:
             metrics = {"eval_products_pass1": value, names.EVAL_RESPONSE_LENGTH_MEAN: 9.0}
             writer.write("eval", step, metrics | more("eval", step))
+        if steps > 2:  # resumed
+            writer.write("run", 2, {"seed": seed, names.TIMING_START: 12.0})
         writer.write("run", steps, {"seed": seed, "ended": True})
     return path
 
@@ -88,6 +90,7 @@ def test_the_summary_has_the_change_and_the_median_time(tmp_path, capsys):
     assert "\x1b" not in out  # no terminal, no colors
     for cells in (("products", "0.200", "0.500", "+0.300"), ("generation", "2.00", "25%", "1,234"), ("8.00", "100%")):
         assert any(all(cell in line for cell in cells) for line in out.splitlines()), cells
+    assert "until the first rollout: 42 s" in out  # both starts
 
 
 def test_two_runs_in_one_file_are_two_runs_in_every_report(tmp_path, capsys):

@@ -1,5 +1,6 @@
 """The destinations of a run's numbers: ``metrics.jsonl``, and OpenRLHF's loggers for TensorBoard and W&B."""
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -76,6 +77,7 @@ class Trackers:
         args = self._args
         about = {"seed": args.train.seed, "estimator": args.algo.advantage.estimator}
         about[names.SAMPLES] = args.rollout.n_samples_per_prompt
+        about[names.TIMING_START] = time.time() - args.logger.started
         return self._writer.begin(step, about | offers(args))
 
     def phase(self, name: str) -> None:

@@ -28,6 +28,7 @@ DERIVED: Values = {
     "ref.is_actor": False,  # whether the reference is the actor with its adapters off
     "train.shares_prompts": False,  # whether a group's prompt is computed once; ``checks.shared_prompts`` decides
     "rollout.replays_routes": False,  # whether rows bring their tokens' experts for the policy's routers
+    "logger.started": 0.0,  # when the driver began to start the run, in seconds since 1970
     "vllm.others": (),  # engines besides the policy's: ``host.EngineGroup``s
 }
 
