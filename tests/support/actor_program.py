@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +15,13 @@ ROWS = [(3, 9), (1, 4), (5, 12), (2, 2), (4, 7), (3, 1), (6, 10), (2, 8)]
 BATCHES = [[0, 1, 2], [3, 4], [5, 6, 7]]
 
 
-def run_actor(backend: str, model: str, argv: list[str], output: str | None = None) -> dict[str, Any]:
+def run_actor(
+    backend: str, model: str, argv: list[str], output: str | None = None, weights: Mapping[str, float] = {}
+) -> dict[str, Any]:
     """Return the log-probs before training, the metrics of two rounds of training, and the log-probs afterwards.
 
-    The model is then saved to ``output``, where only the second attempt can write it.
+    The model is then saved to ``output``, where only the second attempt can write it. ``weights`` are the loss's, in
+    both rounds.
     """
     from openrlhf.utils import get_strategy
 
@@ -40,10 +44,10 @@ def run_actor(backend: str, model: str, argv: list[str], output: str | None = No
     sizes.append(0)
     for batch, old in zip(batches, before, strict=True):
         policy.append(make_experience(batch, old, args))
-    first = policy.fit(0.1)
+    first = policy.fit(0.1, **weights)
     for batch, old in zip(batches, before, strict=True):
         policy.append(make_experience(batch, old, args))
-    second = policy.fit(0.1)
+    second = policy.fit(0.1, **weights)
     after = [log_probs_of(result) for result in run_forward(policy, batches)]
     if output is not None:
         with mock.patch(

@@ -2,6 +2,7 @@
 
 from openrlhf_gtpo.training.feature import Feature
 from openrlhf_gtpo.training.features.dumps import Dumps, Replay
+from openrlhf_gtpo.training.features.entropy_target import EntropyTarget
 from openrlhf_gtpo.training.features.fp8_audit import FP8Audit
 from openrlhf_gtpo.training.features.guide import GuidingPolicy
 from openrlhf_gtpo.training.features.lora import Lora
@@ -18,6 +19,7 @@ FEATURES: tuple[type[Feature], ...] = (
     Lora,
     FP8Audit,
     GuidingPolicy,
+    EntropyTarget,
     Dumps,
     SpikeWatch,
 )
