@@ -13,7 +13,6 @@ REWARD_BEST_AT_G = "reward/best_at_g"
 ENTROPY_ALL = "entropy/all"  # nats, mean over action tokens
 ENTROPY_POSITIVE = "entropy/positive"  # over rows that succeeded
 ENTROPY_NEGATIVE = "entropy/negative"  # over rows that did not
-ENTROPY_COEFFICIENT = "entropy/coefficient"  # of the entropy bonus in the step, where it adapts
 SHARES_STD = "shares/std"
 ADVANTAGE_MEAN = "advantage/mean"
 ADVANTAGE_MAX = "advantage/max"

@@ -190,9 +190,6 @@ class Algo:
     dynamic_filtering_enable: bool
     dynamic_filtering_range: Sequence[float]
     entropy_bonus: AlgoEntropyBonus = AlgoEntropyBonus()
-    entropy_coef_delta: float = 0.005
-    entropy_floor: float = 0.0
-    entropy_target: float = 0.0
     forking_tokens: AlgoForkingTokens = AlgoForkingTokens()
     grpo_s: AlgoGrpoS = AlgoGrpoS()
     gtpo: AlgoGtpo = AlgoGtpo()

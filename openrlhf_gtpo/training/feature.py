@@ -115,15 +115,8 @@ class ControllerFeature:
     def on_batch(self, batch: "RolloutBatch", experiences: "Sequence[Experience]") -> None:
         """Called once the step's own rows have advantages."""
 
-    def loss_weights(self) -> dict[str, float]:
-        """Weights of the loss's terms in this step, as keywords of the policy's ``fit``."""
-        return {}
-
     def on_step(self, step: int, metrics: dict[str, Any]) -> None:
         """Called once the step is trained and its weights are sent. May add to the step's logged ``metrics``."""
-
-    def why_to_end(self) -> str | None:
-        """Why the run ends after this step, once its checkpoint is saved, in sentences; None: it does not."""
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must hold so that a resumed run continues exactly."""

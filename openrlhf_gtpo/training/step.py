@@ -104,10 +104,7 @@ def train(run: "Controller", step: int) -> dict[str, Any]:
     if run.models.critic is not None:
         groups.append((run.models.critic, {}))
     if step - 1 > run.args.critic.freezing_steps:
-        weights = {"kl_ctl": run.kl_control.value}
-        for feature in run.features:
-            weights |= feature.loss_weights()
-        groups.append((run.models.actor, weights))
+        groups.append((run.models.actor, {"kl_ctl": run.kl_control.value}))
     status: dict[str, Any] = {}
     if not run.args.ds.enable_sleep:
         refs = [ref for group, given in groups for ref in group.async_run_method(method_name="fit", **given)]

@@ -71,7 +71,7 @@ RUNS = {
     "deepspeed, in flight, adapters, mixture": [*IN_FLIGHT, *ADAPTERS],
     "megatron, asynchronous, mixture, guide": [*MEGATRON, *ASYNCHRONOUS],
     "megatron, in flight, mixture": [*MEGATRON, *IN_FLIGHT],
-    "megatron, in flight, adapters": [*MEGATRON, *IN_FLIGHT, *ADAPTERS, *REFERENCE, "--algo.entropy_target", "100"],
+    "megatron, in flight, adapters": [*MEGATRON, *IN_FLIGHT, *ADAPTERS, *REFERENCE],
 }
 
 

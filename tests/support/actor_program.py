@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +14,10 @@ ROWS = [(3, 9), (1, 4), (5, 12), (2, 2), (4, 7), (3, 1), (6, 10), (2, 8)]
 BATCHES = [[0, 1, 2], [3, 4], [5, 6, 7]]
 
 
-def run_actor(
-    backend: str, model: str, argv: list[str], output: str | None = None, weights: Mapping[str, float] = {}
-) -> dict[str, Any]:
+def run_actor(backend: str, model: str, argv: list[str], output: str | None = None) -> dict[str, Any]:
     """Return the log-probs before training, the metrics of two rounds of training, and the log-probs afterwards.
 
-    The model is then saved to ``output``, where only the second attempt can write it. ``weights`` are the loss's, in
-    both rounds.
+    The model is then saved to ``output``, where only the second attempt can write it.
     """
     from openrlhf.utils import get_strategy
 
@@ -44,10 +40,10 @@ def run_actor(
     sizes.append(0)
     for batch, old in zip(batches, before, strict=True):
         policy.append(make_experience(batch, old, args))
-    first = policy.fit(0.1, **weights)
+    first = policy.fit(0.1)
     for batch, old in zip(batches, before, strict=True):
         policy.append(make_experience(batch, old, args))
-    second = policy.fit(0.1, **weights)
+    second = policy.fit(0.1)
     after = [log_probs_of(result) for result in run_forward(policy, batches)]
     if output is not None:
         with mock.patch(

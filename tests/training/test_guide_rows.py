@@ -59,7 +59,7 @@ def call(
     tensors = {name: values for name, values in data.items() if name != "action_mask"} | more
     totals = StepTotals(mask.sum(), mask.any(-1).sum())
     inputs = LossInputs(**tensors, mask=mask, totals=totals, off_policy=guided)  # type: ignore[arg-type]
-    return micro_batch_loss(inputs, make_policy_loss(args), features or [GuideRatios(CAP)], args, 0.0, None)
+    return micro_batch_loss(inputs, make_policy_loss(args), features or [GuideRatios(CAP)], args, 0.0)
 
 
 def by_hand(data: dict[str, torch.Tensor], level: str) -> tuple[float, list[list[float]]]:

@@ -465,7 +465,7 @@ def test_a_log_prob_that_is_not_finite_makes_the_loss_nan(level: str, bad: float
     args = arguments("--algo.advantage.estimator", estimator, "--algo.kl.init_coef", "0")
     inputs = replace(inputs_of(data), old_log_probs=None)
     assert micro_batch_loss(
-        inputs, make_policy_loss(args), [], args, 0.0, None
+        inputs, make_policy_loss(args), [], args, 0.0
     ).loss.isnan(), "even if they are the old ones"
 
 
@@ -501,7 +501,7 @@ def test_the_loss_is_the_sum_of_its_parts(estimator: str, unbiased: tuple[str, .
     base = data["old_log_probs"] - 0.2
     inputs = inputs_of(data, totals, base_log_probs=base, entropy=entropy, router_loss=router)
     policy_loss = make_policy_loss(args)
-    outputs = micro_batch_loss(inputs, policy_loss, [], args, 0.5, args.actor.entropy_coef)
+    outputs = micro_batch_loss(inputs, policy_loss, [], args, 0.5)
     old, flag = data["old_log_probs"], bool(unbiased)
     kl = aggregate_loss(
         compute_approx_kl(data["log_probs"], base, old, "k3", flag), data["action_mask"], **totals  # type: ignore[arg-type]

@@ -80,19 +80,6 @@ def test_training_is_that_of_upstreams_actor(
                 assert rank[phase][metric] == pytest.approx(exact[phase][metric], rel=0.03, abs=0.01), (phase, metric)
 
 
-@pytest.mark.parametrize("backend", ["deepspeed", "megatron"])
-def test_a_steps_own_entropy_bonus_replaces_the_flags(
-    backend: str, actor_model: str, pools: tuple[RankPool, RankPool]
-) -> None:
-    """As ``--algo.entropy_target`` gives it: the same weights as with the flag, bit for bit."""
-    argv = [*COMMON, "--algo.advantage.estimator", "gtpo", *NO_KL, "--actor.entropy_coef"]
-    by_flag, by_step, without = (
-        pools[0].run(run_actor, backend, actor_model, [*argv, flag], None, weights)[0]["after"]
-        for flag, weights in (("0.5", {}), ("0", {"entropy_coef": 0.5}), ("0", {}))
-    )
-    assert by_step == by_flag != without
-
-
 def test_the_trainer_rests_while_engines_work(
     actor_model: str, tmp_path: Path, pools: tuple[RankPool, RankPool]
 ) -> None:

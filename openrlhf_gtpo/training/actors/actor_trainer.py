@@ -107,7 +107,6 @@ class ActorTrainer(ActorPPOTrainer):
         super().__init__(strategy, *args, **kwargs)
         self.args: Arguments = strategy.arguments  # upstream's own may be written to
         self.policy_loss = make_policy_loss(self.args)
-        self.entropy_coef = self.args.actor.entropy_coef
 
     def loss(
         self,
@@ -141,7 +140,7 @@ class ActorTrainer(ActorPPOTrainer):
             accuracy=info.get(names.GROUPS_ACCURACY),
             labels=batch.labels,
         )
-        return micro_batch_loss(inputs, self.policy_loss, self.loss_features, self.args, kl_coef, self.entropy_coef)
+        return micro_batch_loss(inputs, self.policy_loss, self.loss_features, self.args, kl_coef)
 
     @property
     def _colocated(self) -> bool:

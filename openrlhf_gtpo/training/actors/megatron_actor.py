@@ -139,15 +139,9 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
         """Add the rows of one micro-batch to this replica's replay buffer."""
         self.trainer.replay_buffer.append(experience)
 
-    def fit(self, kl_ctl: float = 0, entropy_coef: float | None = None) -> dict[str, float]:
-        """Train on the replay buffer and empty it; returns the metrics, the same on every rank.
-
-        Args:
-            entropy_coef: of this step in place of ``--actor.entropy_coef``.
-        """
+    def fit(self, kl_ctl: float = 0) -> dict[str, float]:
+        """Train on the replay buffer and empty it; every rank returns the same metrics."""
         with self.peaks.phase(names.PPO_TRAIN):
-            if entropy_coef is not None:
-                self.trainer.entropy_coef = entropy_coef
             self.offload.restore()
             status = self.trainer.ppo_train(kl_ctl)
             self.trainer.replay_buffer.clear()

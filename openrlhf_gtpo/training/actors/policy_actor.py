@@ -172,11 +172,8 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
         with self.actor.model.module.disable_adapter():
             return super().forward(*args, **kwargs)
 
-    def fit(self, kl_ctl: float = 0, entropy_coef: float | None = None) -> dict[str, float]:
-        """Like upstream's. ``entropy_coef`` is this step's, in place of ``--actor.entropy_coef``."""
+    def fit(self, kl_ctl: float = 0) -> dict[str, float]:
         with self.peaks.phase(names.PPO_TRAIN):
-            if entropy_coef is not None:
-                self.trainer.entropy_coef = entropy_coef
             return super().fit(kl_ctl)
 
     def broadcast_to_vllm(self, version: int = 0) -> None:

@@ -218,21 +218,15 @@ class Controller:
         """Save a checkpoint if one is due.
 
         Raises:
-            StoppedOnRequest: the run was asked to stop, and this step is saved.
-            TrainingStopped: a feature ends the run, and this step is saved.
+            StoppedOnRequest: the run was asked to stop; this step is saved.
         """
-        why = next(filter(None, (feature.why_to_end() for feature in self.features)), None)
-        asked = stop_file(self.args).exists()
-        if why is None and not asked:
+        if not stop_file(self.args).exists():
             if _is_due(self.step, self.args.ckpt.save_steps):
                 self.saver.save(self.step, self._states())
             self.log.begin_step()
             return
         self.saver.save_at_last(self.step, self._states())
-        if asked:
-            stop_file(self.args).unlink(missing_ok=True)
-        if why is not None:
-            raise TrainingStopped(f"{why} Step {self.step} was the last; it is saved in {self.args.ckpt.path}.")
+        stop_file(self.args).unlink(missing_ok=True)
         left = f"which is saved in {self.args.ckpt.path}; continue with the same command and --ckpt.load_enable."
         if self.args.ckpt.disable_ds:
             left = "and --ckpt.disable_ds leaves no checkpoint to continue from."

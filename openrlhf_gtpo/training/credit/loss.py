@@ -91,7 +91,6 @@ def micro_batch_loss(
     features: Sequence[LossFeature],
     args: Arguments,
     kl_coef: float,
-    entropy_coef: float | None,
 ) -> LossOutputs:
     """Compute policy loss + KL loss + router's loss - entropy bonus.
 
@@ -99,7 +98,6 @@ def micro_batch_loss(
         policy_loss: see :func:`make_policy_loss`.
         args: the run's arguments.
         kl_coef: weight of the KL loss in this step.
-        entropy_coef: weight of the entropy bonus in this step; None: neither bonus nor its metric.
 
     Raises:
         TrainingStopped: an old log-prob or advantage is not finite; raised before the backward pass.
@@ -141,11 +139,11 @@ def micro_batch_loss(
     # through the LM head.
     if inputs.router_loss is not None:
         loss = loss + inputs.router_loss
-    if entropy_coef is not None:
+    if args.actor.entropy_coef is not None:
         assert inputs.entropy is not None
         bonus = aggregate_loss(inputs.entropy, mask, **totals._asdict())
-        if entropy_coef:
-            loss = loss - bonus * entropy_coef
+        if args.actor.entropy_coef:
+            loss = loss - bonus * args.actor.entropy_coef
         metrics["entropy_loss"] = bonus
 
     metrics = {name: value.detach() for name, value in metrics.items()}

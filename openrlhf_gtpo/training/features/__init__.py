@@ -2,7 +2,6 @@
 
 from openrlhf_gtpo.training.feature import Feature
 from openrlhf_gtpo.training.features.dumps import Dumps, Replay
-from openrlhf_gtpo.training.features.entropy_target import EntropyTarget
 from openrlhf_gtpo.training.features.fp8_audit import FP8Audit
 from openrlhf_gtpo.training.features.guide import GuidingPolicy
 from openrlhf_gtpo.training.features.lora import Lora
@@ -19,7 +18,6 @@ FEATURES: tuple[type[Feature], ...] = (
     Lora,
     FP8Audit,
     GuidingPolicy,
-    EntropyTarget,
     Dumps,
     SpikeWatch,
 )
