@@ -1,1 +1,1 @@
-"""Training, the only room that knows OpenRLHF: it extends its parser, experience maker, actors and trainer."""
+"""The only room that knows OpenRLHF. It extends OpenRLHF's parser, experience maker, actors and trainer; no forks."""

@@ -12,7 +12,7 @@ from openrlhf_gtpo.training.feature import Feature
 
 
 def apply(args: Arguments, features: Sequence[Feature] = ()) -> None:
-    """Replace the actors by the names under which upstream's ``train`` finds them. Safe to call twice."""
+    """Replace the actors under the names through which upstream's ``train`` finds them. Safe to call twice."""
     import ray
     from openrlhf.cli import train_ppo_ray
     from openrlhf.trainer import ppo_trainer, ppo_trainer_async

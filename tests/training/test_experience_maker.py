@@ -485,7 +485,7 @@ def test_a_value_that_is_not_finite_stops_the_step_and_names_the_row(
             rollouts.make(made, batch)
         message = str(stopped.value)
         assert message.startswith(f"Row {row} of the rollout batch (1 of 20 rows are affected) has a ")
-        assert " that is not finite; training stopped before any weight changed. " in message
+        assert " that is not finite; the step stopped before any weight changed. " in message
         assert message.endswith("Its prompt: 'prompt 3'")
         assert {"entropy": "entropy", "log_probs": "log-prob", "outcome": "reward"}.get(what, "reference") in message
 

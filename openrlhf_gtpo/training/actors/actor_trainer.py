@@ -220,8 +220,8 @@ class ActorTrainer(ActorPPOTrainer):
 
 
 def keep_trying(write: Callable[[str], Any], directory: str) -> None:
-    """Call ``write(directory)`` until it succeeds, so that a full disk or an absent file server does not lose the
-    trained model.
+    """Call ``write(directory)`` until it succeeds, so that a full disk or an unreachable file server does not lose
+    the trained model.
 
     Ranks that write together fail together and retry the same number of times.
 

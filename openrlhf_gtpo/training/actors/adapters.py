@@ -61,7 +61,7 @@ class Part(NamedTuple):
         return [self.weight, *self.adapter[:2]] if self.adapter else [self.weight]
 
     def value(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor with its adapter merged, then in ``dtype`` if given. Its parameters must be gathered."""
+        """The tensor; with an adapter, merged and in ``dtype`` if given. Its parameters must be gathered."""
         if self.adapter is None:
             return self.weight.data
         a, b, scale = self.adapter

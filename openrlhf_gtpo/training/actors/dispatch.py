@@ -83,7 +83,7 @@ class ActorGroup(RayActorGroup):
         self, method_name: str, *args: Any, for_first: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> list[Any]:
         """Like upstream's, but only the first rank gets the arguments ``for_first``: 32 copies of a rollout take
-        GB."""
+        several GB."""
         first, *others = self._actor_handlers
         refs = [getattr(first, method_name).remote(*args, **kwargs, **(for_first or {}))]
         return refs + [getattr(rank, method_name).remote(*args, **kwargs) for rank in others]
@@ -93,7 +93,7 @@ class ActorGroup(RayActorGroup):
         return getattr(self._actor_handlers[0], method_name).remote()
 
     def async_run_method_batch(self, method_name: str, **columns: Sequence[Any]) -> list[Any]:
-        """Like upstream's, for any number of entries; returns one result per entry and rank.
+        """Like upstream's, for any number of entries; the results cover these entries alone.
 
         A replica with fewer entries than another repeats a forward on the last entry and discards the results: under
         ZeRO-3 and expert parallelism the others cannot run theirs alone. A replica without an entry skips other

@@ -89,7 +89,7 @@ def deal_rows(
     def tokens_of(rows: list[int]) -> int:
         return computed_tokens(lengths, prompts, rows)
 
-    # Of one step at a time: its places in each replica's buffer, and its rows.
+    # One step at a time: its places in each replica's buffer, and its rows.
     for places in zip(*(np.array_split(permuted, steps) for permuted in shuffled), strict=True):
         rows = np.concatenate([chunk[place] for chunk, place in zip(chunks, places, strict=True)]).tolist()
         room = [len(place) for place in places]
@@ -369,8 +369,8 @@ class WholeSteps:
                 yield MicroBatch(batch.to_device(device), len(part), share, last, totals, tokens)
 
     def _split(self, items: list[Experience]) -> list[list[Experience]]:
-        """Split into micro-batches by tokens with dynamic batches, otherwise by rows. Where prompts are shared, rows
-        become tokens: as many as that number of rows has, padded to the longest."""
+        """Split into micro-batches by tokens with dynamic batches, otherwise by rows. With shared prompts, that
+        number of rows becomes a limit on computed tokens: what the rows would have, padded to the longest."""
         args = self.args
         dynamic, size, shared = args.train.dynamic_batch_enable, args.train.micro_batch_size, args.train.shares_prompts
         if not dynamic and not shared:

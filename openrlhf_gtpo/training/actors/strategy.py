@@ -87,8 +87,8 @@ class Strategy(DeepspeedStrategy):
         self.use_dynamic_batch = True
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Arrive in an actor's process. In a controller's, upstream's included, let prompts and labels be read as they
-        stand in their files."""
+        """Unpickle in an actor's process. In a controller's, upstream's included, let prompts and labels be read as
+        they stand in their files."""
         self.__dict__.update(state)
         if controller := sys.modules.get("openrlhf.trainer.ppo_trainer"):
             vars(controller).update(blending_datasets=blending_datasets, PromptDataset=Prompts)

@@ -78,7 +78,7 @@ class Origin:
         Raises:
             UsageError: the checkpoint's rows, or its place in the data, do not fit this run.
         """
-        # Settings: any may change but for the rows and the place in the data that the checkpoint has.
+        # Settings: any may change unless the checkpoint has rows, or a place in the data, that depend on it.
         for name, now in self._settings.items():
             settings = saved.get("settings", {})
             before = settings.get(name, settings.get(name.replace("normalize_", "normalise_"), now))  # 0.1's spelling

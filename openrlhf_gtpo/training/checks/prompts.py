@@ -149,7 +149,7 @@ def name_unread(names: Iterable[str], tokenizer: Any) -> None:
     texts = templates.values() if isinstance(templates, dict) else [templates or ""]
     read = {value for text in texts for _, kind, value in Environment().lex(text) if kind == "name"}
     if unread := sorted({*names} - read):
-        print(f"The chat template does not read {', '.join(unread)}: no effect.", file=sys.stderr)
+        print(f"The chat template does not read {', '.join(unread)}; setting it has no effect.", file=sys.stderr)
 
 
 def _tools(row: Mapping[str, Any], data: Data) -> list[dict[str, Any]] | None:

@@ -41,7 +41,7 @@ def way_on(args: Arguments) -> str:
             newest = newest_whole(*checkpoint_folders(args))
     if newest is None:
         again = "" if args.ckpt.disable_ds else "; rerun with --ckpt.load_enable to start over in the same folders"
-        return f"no checkpoint to resume from{again}"
+        return f"there is no checkpoint to resume from{again}"
     return f"rerun with --ckpt.load_enable to resume from {newest}"
 
 
@@ -102,7 +102,7 @@ def check_checkpoints(args: Arguments) -> None:
             f"--ckpt.load_enable: {path} was written with --actor.backend {backend}; give that, or another folder."
         )
     saved = manifests[0].get(ORIGIN) if manifests else None
-    list(Origin(args).differences(saved or {}))  # raises; the controller prints the others
+    list(Origin(args).differences(saved or {}))  # raises; the controller prints what is not refused
     for role, place, manifest in zip(("actor", "critic"), places, manifests):
         before = manifest.get("world_size")
         now = getattr(args, role).num_nodes * getattr(args, role).num_gpus_per_node

@@ -22,8 +22,8 @@ _NAME = "shared_prompts"  # of the attention on DeepSpeed (actors/shared_prompts
 
 
 def decide(args: Arguments, models: Sequence[Model]) -> dict[str, Any]:
-    """Decide ``train.shares_prompts`` and print it; returns it and, on DeepSpeed, the attention of all models, by
-    flag.
+    """Decide ``train.shares_prompts``, and print whether prompts are shared unless off was chosen; returns it and, on
+    DeepSpeed, the attention of all models, by flag.
 
     Args:
         models: the run's models, the policy's first. With Megatron the others stay on DeepSpeed and do not share.
@@ -90,7 +90,7 @@ def _has_kernels() -> bool:
 
 def _of_model(config: Any, name: str) -> Iterator[str]:
     if config.model_type not in FAMILIES:
-        yield f"shared prompts are untested with {name}'s family {config.model_type}"
+        yield f"{name} is of the family {config.model_type}, with which shared prompts are untested"
     kinds = set(getattr(config, "layer_types", None) or ())
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if kinds - {"full_attention"} or (not kinds and window is not None):

@@ -30,8 +30,8 @@ def writes_checkpoints(args: Arguments) -> bool:
 
 
 def check_room(args: Arguments, model: Model) -> None:
-    """Refuse folders that cannot be written to, and disks that cannot hold a checkpoint, or lack room for the trained
-    model or for one checkpoint, if the model's size and the free space are known.
+    """Refuse folders that cannot be written to, and disks that lack an operation which checkpoints need, or room for
+    the trained model or one checkpoint, if the model's size and the free space are known.
 
     Does not check disk quotas. A disk with room for one checkpoint but not for ``--ckpt.max_num`` of them passes.
 
@@ -44,9 +44,7 @@ def check_room(args: Arguments, model: Model) -> None:
     for flag, path in folders.items():
         there = existing_parent(Path(path, "_actor") if flag == "--ckpt.path" else path)
         if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-            raise UsageError(
-                f"{flag} {path} cannot be written to, because {there} does not allow it; give another path."
-            )
+            raise UsageError(f"{flag} {path} cannot be written: {there} is not a writable folder; give another path.")
     if writes_checkpoints(args) and (missing := missing_operation(existing_parent(args.ckpt.path))):
         raise UsageError(
             f"--ckpt.path {args.ckpt.path} is on a disk that cannot {missing}, which checkpoints need; give a path on "

@@ -53,7 +53,7 @@ class Phases:
             self._heartbeat.beat(is_alive if sampling else None)
 
     def wait(self) -> None:
-        """Wait without a time limit from now on."""
+        """Note that the run waits for something without a time limit from now on."""
         if self._heartbeat:
             self._heartbeat.beat(lambda: True)
 

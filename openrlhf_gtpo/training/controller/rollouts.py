@@ -127,7 +127,7 @@ class Rollouts:
         return {LOADER: self._loader.state_dict()} | ({_AHEAD: packed} if packed else {})
 
     def restore(self, state: Mapping[str, Any]) -> int:
-        """Restore what :meth:`state` returned; returns the number of prompts in it.
+        """Restore what :meth:`state` returned; returns the number of prompts drawn for it.
 
         Raises:
             TrainingStopped: this run would drop rollouts that the checkpoint holds.

@@ -2,12 +2,14 @@
 time, and weights change between two tokens of a response.
 
 Engines pause during a transfer. After it, prompts are drawn until ``1 + (N + 1) // 2`` steps of them are in flight or
-ready, with N = ``--train.max_staleness``. Every group is trained on, at most N steps after its request: a step takes
-the groups that are complete first, but waits for a group that later steps could not take any more. With 1 + N steps of
-prompts in flight that would be first in, first out; with fewer, short responses overtake long ones.
+ready, with N = ``--train.max_staleness``. No group is trained on more than N steps after its request, and none is
+dropped for its age: a step takes the groups that are complete first, but waits for a group that later steps could not
+take any more. With 1 + N steps of prompts in flight that would be first in, first out; with fewer, short responses
+overtake long ones.
 
 The engines' thread collects answers under the lock of ``Engines.changed``. :meth:`still` takes the lock too, so that
-nothing is drawn or asked while weights are sent or a checkpoint is written. Nor is it while that thread evaluates.
+nothing is drawn or asked while weights are sent or a checkpoint is written. The same holds
+while that thread evaluates.
 """
 
 import time

@@ -85,7 +85,7 @@ def shape_as_upstream(upstream: RemoteExperienceMaker, batch: RolloutBatch, expe
     for experience, reward in zip(experiences, rewards, strict=True):
         experience.rewards = reward
         experience.info["reward"] = reward.clone()  # replaces the zeros
-    if args.algo.advantage.estimator in _COMPARE_WITHIN_BATCH:  # equal advantages minus their mean
+    if args.algo.advantage.estimator in _COMPARE_WITHIN_BATCH:  # equal advantages minus their mean are 0
         tokens = torch.cat([e.advantages[e.action_mask.bool()] for e in experiences])
         if (tokens == tokens[:1]).all():
             for experience in experiences:
@@ -113,7 +113,7 @@ def _length_penalty(
         try:
             rewards += length_rescaling(lengths, batch.outcome, batch.group_ids, alpha=factor)
         except ValueError as error:
-            raise TrainingStopped(f"--reward.overlong_form {form}: {error} No weight has changed.") from error
+            raise TrainingStopped(f"--reward.overlong_form {form}: {error} It changed no weight.") from error
     elif reward.overlong_buffer_len is not None:
         hard = args.rollout.max_new_tokens or args.data.max_len
         soft = hard - reward.overlong_buffer_len

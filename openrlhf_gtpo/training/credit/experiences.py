@@ -109,9 +109,9 @@ class ExperienceMaker:
         return batches
 
     def split(self, rows: Sequence[Row]) -> list[Experience]:
-        """Split rows into micro-batches for the forward passes, as many for each replica of the policy: under ZeRO-3
-        and expert parallelism, a replica with fewer would block the others. Fewer rows than replicas go one by one
-        (see ``dispatch``). A micro-batch of one row may get a second if the rows are not a multiple of the replicas.
+        """Split rows into micro-batches for the forward passes, equally many for each replica of the policy: under
+        ZeRO-3 and expert parallelism, a replica with fewer would block the others. Fewer rows than replicas go one by
+        one (see ``dispatch``). A micro-batch of one row may get a second if the rows are not a multiple of replicas.
         With shared prompts, a micro-batch has as many tokens as ``--rollout.micro_batch_size`` rows, padded to the
         longest."""
         samples = [row.experience(self.args.data.max_len) for row in rows]

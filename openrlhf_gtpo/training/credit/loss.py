@@ -58,7 +58,7 @@ class LossInputs:
     correct: Tensor | None = None  # (B,) 1 where the response succeeded
     accuracy: Tensor | None = None  # (B,) fraction of its group that succeeded
     labels: Sequence[Any] = ()  # B labels from the replay buffer
-    metrics: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)  # of features; they win over the loss's
+    metrics: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)  # of features; they override the loss's
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class CreditLoss:
                 log_probs.where(finite, old_log_probs), old_log_probs, inputs.advantages, mask, **context
             )
         except ValueError as error:
-            raise TrainingStopped(f"The policy loss of a micro-batch: {error} No weight has changed.") from error
+            raise TrainingStopped(f"The policy loss of a micro-batch: {error} It changed no weight.") from error
         loss = surrogate.loss.where(finite.all(), math.nan)
         clipped = surrogate.clipped.float()
         metrics = {"ppo_clip_ratio": clipped if clipped.dim() == 1 else _token_mean(clipped, mask)}

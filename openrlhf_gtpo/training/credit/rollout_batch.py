@@ -105,7 +105,7 @@ class RolloutBatch:
                 row = int(bad.nonzero()[0])
                 raise TrainingStopped(
                     f"Row {row} of the rollout batch ({int(bad.sum())} of {len(bad)} rows are affected) has a {name} "
-                    "that is not finite; training stopped before any weight changed. Its prompt: "
+                    "that is not finite; the step stopped before any weight changed. Its prompt: "
                     f"{self.prompts[row]!r}"
                 )
 

@@ -153,7 +153,7 @@ class StrictRewardExecutor(SingleTurnAgentExecutor):
 
     def __init__(self, remote_rm_url: Any, patience: Patience) -> None:
         files = [url for url in remote_rm_url or () if url.endswith(".py")]
-        super().__init__(None if files else remote_rm_url)  # its module of a file is not in sys.modules
+        super().__init__(None if files else remote_rm_url)  # upstream's module of a file is not in sys.modules
         if files:
             self.reward_endpoints = files
             self.reward_func = import_reward(files[0])

@@ -286,8 +286,8 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         return receipts
 
     async def pause_generation(self) -> None:
-        """Pause between two tokens until :meth:`resume_generation`. The new weights recompute the responses' keys and
-        values."""
+        """Pause between two tokens until :meth:`resume_generation`. The responses' keys and values are
+        then computed again with the new weights."""
         await self.llm.pause_generation(mode="keep", clear_cache=True)
 
     async def take_peak_memory(self, phase: str) -> list[dict[str, int]]:

@@ -64,7 +64,7 @@ class TurnsExecutor(AgentExecutorBase):
         turns: maximum turns of the policy.
         stop: texts that end a turn, and stay in it.
         role: role of the environment's messages.
-        variables: defaults of the chat template's variables, which those of run and row override.
+        variables: defaults of the chat template's variables; the run's and the row's override them.
     """
 
     environment: type[Environment]

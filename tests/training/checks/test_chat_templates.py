@@ -243,7 +243,7 @@ def test_one_look_before_the_start(chat: Any, tmp_path: Path, capsys: pytest.Cap
     shown = notes(chat(QWEN, **unread) | with_agent, capsys)
     assert "has 37 tokens, 59, 85, 83, 69, 82, 61, 55, 72 …" in shown and "0 BOS (^)" in shown
     assert "\n[user]What is 0 + 0?[/][assistant]()|\n" in shown
-    assert "does not read thinking: no effect" in shown and "date" not in shown
+    assert "does not read thinking; setting it has no effect" in shown and "date" not in shown
     assert "a second turn" in shown  # the empty thought is not printed again
     assert "a second turn" not in notes(chat(QWEN) | with_agent, capsys)
 

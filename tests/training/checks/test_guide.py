@@ -104,7 +104,7 @@ def test_a_guide_with_another_tokenizer_is_refused_with_the_first_token_that_dif
         message = refused(guided | {"--algo.guide.model_name_or_path": other})
         place, there, here = first
         assert (
-            f"another tokenizer than the policy: token {place} is {there} for the guide and {here} for the policy"
+            f"a different tokenizer from the policy: token {place} is {there} for the guide and {here} for the policy"
             in message
         )
 

@@ -61,7 +61,7 @@ def test_a_file_of_another_kind_gets_no_metrics(refused: Callable[..., str], tmp
     assert message.endswith("reward.py has no metrics: line 1 is not a metrics line; name a new file.")
     assert reward.read_text() == before
     assert "cannot be written" in refused({"--logger.metrics_path": tmp_path})
-    assert f"because {reward} does not allow it" in refused({"--logger.tensorboard_dir": reward})
+    assert f"{reward} is not a writable folder" in refused({"--logger.tensorboard_dir": reward})
 
 
 def test_the_trained_model_replaces_no_other(command: dict[str, Any], model: Path, tmp_path: Path) -> None:

@@ -86,6 +86,6 @@ def _check_same_tokenizer(policy: Model, guide: Model) -> None:
     if differing:
         i = differing[0]
         raise UsageError(
-            f"{guide} has another tokenizer than the policy: token {i} is {theirs.get(i)!r} for the guide and "
+            f"{guide} has a different tokenizer from the policy: token {i} is {theirs.get(i)!r} for the guide and "
             f"{ours.get(i)!r} for the policy; give a guide of the policy's family."
         )

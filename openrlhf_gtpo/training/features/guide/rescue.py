@@ -14,7 +14,7 @@ class RescueQueue:
     """The policy's failures by prompt, oldest first. Beyond four batches of prompts, the oldest are given up.
 
     Attributes:
-        rescued, given_up: the run's prompts so far that the guide answered correctly, and that nobody answered.
+        rescued, given_up: the run's prompts so far that the guide answered correctly, and that nobody did.
     """
 
     def __init__(self, batch_size: int) -> None:

@@ -14,7 +14,7 @@ _CORRECTION = "--algo.advantage.is_correction_level"
 
 
 def choose_entropy(args: Arguments) -> str:
-    """Return the source of entropies, sampler or actor, and print a line on stderr if it may surprise the user.
+    """Return ``--rollout.entropy`` as sampler or actor, and print a line on stderr if it may surprise the user.
 
     Raises:
         UsageError: this run cannot use the source.
@@ -63,9 +63,9 @@ def _why_not(args: Arguments) -> str | None:
     for holds, why in (
         (
             not captures_entropy(args),
-            f"--algo.advantage.estimator {estimator} reads no entropies without --logger.entropy_enable",
+            f"--algo.advantage.estimator {estimator} reads no entropies, and --logger.entropy_enable is off",
         ),
-        (args.rollout.top_p != 1, f"--rollout.top_p {args.rollout.top_p:g} cuts the distribution off"),
+        (args.rollout.top_p != 1, f"--rollout.top_p {args.rollout.top_p:g} cuts the distribution that entropies need"),
         (images > 0, f"with --data.max_images_per_prompt {images}, image tokens lie between the sampled ones"),
         (args.rollout.forward_for is not None, args.rollout.forward_for),
     ):
