@@ -1,4 +1,4 @@
-"""`python3 -m openrlhf_gtpo.cli.ask MODEL QUESTION`: asks a model a question, such as one that was just trained.
+"""`python3 -m openrlhf_gtpo.cli.ask MODEL QUESTION`: asks a question of a model, such as one just trained.
 
 A model trained by this package gets the prompt format of its run. Another model gets its chat template, if it has one,
 as with --data.apply_chat_template in training. Decoding is greedy.

@@ -50,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     to_megatron = commands.add_parser("hf-to-megatron", help="convert a Hugging Face folder to a weights checkpoint")
-    for kind, meaning in (("tensor", "tensor-parallel writers"), ("pipeline", "pipeline-parallel writers")):
+    for kind, meaning in (("tensor", "TP of the writing processes"), ("pipeline", "PP of the writing processes")):
         to_megatron.add_argument(
             f"--{kind}-parallel", f"--{kind}-model-parallel-size", type=int, default=1, metavar="N", help=meaning
         )
@@ -93,7 +93,7 @@ def _megatron_to_hf(args: argparse.Namespace) -> None:
         raise ValueError(f"{source} has only adapters; name the model that they were trained on with --base.")
     if args.base is not None:
         if not adapters:
-            raise ValueError(f"{source} has all weights, so --base has no use; leave it out.")
+            raise ValueError(f"{source} has all weights, so --base has no effect; leave it out.")
         model = Model(args.base, "--base")
         model.check_safetensors()
         model.check_weights()

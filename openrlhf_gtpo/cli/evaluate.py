@@ -169,7 +169,7 @@ def _ended_by_ctrl_c(folder: Path) -> Iterator[None]:
 
 
 def model_of_hub(name: str) -> Path:
-    """Return the folder of a Hub model, with weights, fetching it if needed; UsageError if it cannot be found."""
+    """Return the folder of a Hub model, weights included; UsageError if it cannot be found or fetched."""
     try:
         return model_folder(name)
     except UsageError as error:
@@ -228,7 +228,7 @@ def checked_inputs(flags: dict[str, Any], model: str, named: str | None = None) 
         raise UsageError(f"--{prompts.AGENT} replaces --reward.remote_url; leave one of them out.")
     if not (file or agent):
         raise UsageError("Answers need a grader; give a --reward.remote_url, or an agent's --train.agent_func_path.")
-    # Report every difference from training, which would change the scores.
+    # Print which settings are taken from training, and which differ from it and so change the scores.
     if trained_with and (not agent or os.path.abspath(agent) != os.path.abspath(trained_with)):
         how = f"with {agent}" if agent else f"once, without it; --{prompts.AGENT} {trained_with} runs it"
         print(f"The model was trained with the agent {trained_with}, and is asked {how}.", file=sys.stderr)

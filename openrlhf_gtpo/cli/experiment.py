@@ -106,7 +106,7 @@ def _check(grid: Grid) -> None:
                 own, rewarded = agent and AGENT not in grid.evaluate, "reward.remote_url" in grid.evaluate
                 if own and rewarded:
                     print(
-                        (f"Models are trained with the agent {agent} and evaluated once, without it."), file=sys.stderr
+                        f"Models are trained with the agent {agent} and evaluated once, without it.", file=sys.stderr
                     )
                 evaluate.checked_inputs(flags | {AGENT: agent} if own and not rewarded else flags, model)
 

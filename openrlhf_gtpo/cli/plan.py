@@ -218,10 +218,10 @@ def _print(args: argparse.Namespace, request: Request, ranked: list[Candidate]) 
     fitting = sum(candidate.fits for candidate in ranked)
     print(
         f"{args.model} on {cluster.gpus} × {cluster.gpu.name} in {cluster.nodes} node{'s' * (cluster.nodes > 1)}, "
-        f"{args.placement}: {len(ranked)} candidate{'s' * (len(ranked) > 1)}, {fitting} fit{'s' * (fitting == 1)}\na "
-        f"step: {work.prompts_per_step} prompts × {work.samples_per_prompt} responses, prompts of {work.prompt:.0f} "
-        f"and responses of {work.response:.0f} tokens on average (at most {work.prompt_length} and "
-        f"{work.response_length})\n"
+        f"{args.placement}: {len(ranked)} candidate{'s' * (len(ranked) > 1)}, {fitting} fit{'s' * (fitting == 1)}\n"
+        f"a step: {work.prompts_per_step} prompts × {work.samples_per_prompt} responses, "
+        f"prompts of {work.prompt:.0f} and responses of {work.response:.0f} tokens on average "
+        f"(at most {work.prompt_length} and {work.response_length})\n"
     )
     print(output.ranking(ranked, args.top))
     print(f"\n{'best' if fitting else 'nearest'}: {output.details(ranked[0])}")
@@ -242,7 +242,7 @@ def _print(args: argparse.Namespace, request: Request, ranked: list[Candidate]) 
 
 
 def _rests_on(request: Request, ranked: list[Candidate]) -> Iterator[str]:
-    """Print the assumptions that decide which candidate is best: the length of responses, and the gain of FP8."""
+    """Yield a line for each assumption that decides the best candidate: the responses' length, and FP8's gain."""
     best, work = ranked[0], request.workload
     training = best.training
     if best.fits and work.mean_response is None:

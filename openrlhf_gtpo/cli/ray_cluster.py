@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.token is not None and args.command == "head":
             make_token(args.token)
         elif args.token is not None and not args.token.is_file():
-            return _say(f"--token {args.token} does not exist; start the head first, which creates it.", 2)
+            return _say(f"--token {args.token} does not exist; the head creates it, on a shared disk.", 2)
         if args.command == "wait":
             wait_for_nodes(Dashboard(args.dashboard, args.token), args.nodes, args.timeout)
             return 0

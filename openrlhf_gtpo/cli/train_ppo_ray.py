@@ -137,7 +137,7 @@ def supervise(command: Sequence[str], args: Arguments, locks: Sequence[int] = ()
         return True
 
     for restart in range(1, restarts + 2):
-        # Run it, and show the last words of a run with a log.
+        # Run it, and show the last lines of a run with a log.
         heartbeat.clear()
         environment = os.environ | {_SUPERVISED: "1"}
         logged = log.stat().st_size if log and log.exists() else 0
@@ -161,7 +161,7 @@ def supervise(command: Sequence[str], args: Arguments, locks: Sequence[int] = ()
             newest = _newest(args)
             is_new = newest is not None and newest != before  # neither the requested checkpoint nor an earlier run's
             goes_on = is_new or newest is not None and args.ckpt.load_enable
-            place = "resumes from its last checkpoint" if goes_on else "starts over, as it has no checkpoint yet"
+            place = "resumes from its last checkpoint" if goes_on else "starts over, as there is no checkpoint yet"
             print(f"train_ppo_ray: {why}; restart {restart} of {restarts} {place}.", file=sys.stderr, flush=True)
             if is_new:
                 command += ["--ckpt.load_enable", "--ckpt.load_tag", ""]

@@ -27,7 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("source", type=Path, metavar="RUN_OR_DUMP", help="folder of a run, or one of its dumps")
     add("--output", required=True, type=Path, metavar="FILE", help="file for the page; it appears once complete")
     add("--estimators", metavar="A,B", default="", help="what to compare (default: the run's, gtpo and grpo_s)")
-    add("--max-tokens", type=int, default=2_500_000, metavar="N", help="of the page; beyond, groups are sampled")
+    add("--max-tokens", type=int, default=2_500_000, metavar="N", help="in the page; above that, groups are sampled")
     return parser
 
 

@@ -73,8 +73,8 @@ def test_a_run_that_dies_goes_on_from_its_checkpoint_until_it_ends(args, tmp_pat
     first = ["run", "--ckpt.stop_file", str(tmp_path / "stop"), "--logger.wandb.run_name", "ppo_at_noon"]
     assert runs.commands == [first, first, [*first, "--ckpt.load_enable", "--ckpt.load_tag", ""]]
     assert capsys.readouterr().err.splitlines() == [
-        "train_ppo_ray: the run ended with status 1 (see its last lines); restart 1 of 2 starts over, as it has no "
-        "checkpoint yet.",
+        "train_ppo_ray: the run ended with status 1 (see its last lines); restart 1 of 2 starts over, as there "
+        "is no checkpoint yet.",
         "train_ppo_ray: the run's driver was killed by signal 9; restart 2 of 2 resumes from its last checkpoint.",
     ]
 
@@ -92,7 +92,7 @@ def test_a_run_goes_on_from_no_checkpoint_but_its_own_and_the_one_asked_for(
     first = ["run", "--ckpt.stop_file", str(tmp_path / "stop"), "--logger.wandb.run_name", "ppo_at_noon"]
     runs = Runs(monkeypatch, 1, 0)
     assert train_ppo_ray.supervise(["run"], args) == 0 and runs.commands == [first, first]
-    assert "restart 1 of 2 starts over, as it has no checkpoint yet." in capsys.readouterr().err
+    assert "restart 1 of 2 starts over, as there is no checkpoint yet." in capsys.readouterr().err
     args.ckpt.load_enable, args.critic.model_name_or_path = True, "MODEL"
     save(tmp_path, "global_step9", "_critic")
 
@@ -122,7 +122,7 @@ def test_a_signal_is_the_end_and_says_what_there_is_to_go_on_from(
         save(tmp_path, "global_step7")
     Runs(monkeypatch, status)
     assert train_ppo_ray.main([]) == status
-    way_on = "no checkpoint to resume from; rerun with --ckpt.load_enable to start over in the same folders"
+    way_on = "there is no checkpoint to resume from; rerun with --ckpt.load_enable to start over in the same folders"
     if has_checkpoint:
         way_on = f"rerun with --ckpt.load_enable to resume from {tmp_path}/_actor/global_step7"
     assert capsys.readouterr().err == f"train_ppo_ray stopped: {word}; {way_on}.\n"
@@ -138,7 +138,7 @@ def test_sigterm_ends_a_run_with_a_sentence_before_ray_is_there(args, training, 
     for terminated in (rays_handler, lambda args: os.kill(os.getpid(), signal.SIGTERM)):
         monkeypatch.setattr(train_ppo_ray, "train", terminated)
         assert train_ppo_ray.main([]) == 143
-        assert "stopped: terminated; no checkpoint to resume from; rerun" in capsys.readouterr().err
+        assert "stopped: terminated; there is no checkpoint to resume from; rerun" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -147,11 +147,11 @@ def test_sigterm_ends_a_run_with_a_sentence_before_ray_is_there(args, training, 
     [
         (
             2,
-            "train_ppo_ray stopped: the run's driver was killed by signal 6, after 2 restarts; no checkpoint",
+            "train_ppo_ray stopped: the run's driver was killed by signal 6, after 2 restarts; there is no checkpoint to",
         ),
         (
             0,
-            "train_ppo_ray stopped: the run's driver was killed by signal 6; no checkpoint",
+            "train_ppo_ray stopped: the run's driver was killed by signal 6; there is no checkpoint to",
         ),
     ],
 )

@@ -41,7 +41,7 @@ def test_a_smoke_run_ends_with_a_table_curves_and_a_model(tmp_path: Path) -> Non
         started = "\n".join(map(command_of, processes))
     shell.terminate()
     progress = shell.communicate()[1]
-    assert shell.returncode == 143 and "--resume goes on" in progress and "Traceback" not in progress
+    assert shell.returncode == 143 and "resumes from the last checkpoint" in progress and "Traceback" not in progress
     _, alive = psutil.wait_procs(processes, timeout=600)
     assert not alive
 
