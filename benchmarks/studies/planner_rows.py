@@ -37,9 +37,8 @@ def _llama(hidden: int, mlp: int, layers: int, heads: int) -> dict[str, Any]:
 
 
 LLAMA_8B, LLAMA_70B = _llama(4096, 14336, 32, 32), _llama(8192, 28672, 80, 64)
-LLAMA_405B = _llama(
-    16384, 53248, 128, 128
-)  # really 126 layers, split unevenly over 16 and 8 stages; here the split is even
+# Llama 405B has 126 layers, split unevenly over 16 and 8 stages. Here the split is even.
+LLAMA_405B = _llama(16384, 53248, 128, 128)
 QWEN3_32B = {"model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64}
 QWEN3_32B |= {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
 QWEN3_32B |= {"max_position_embeddings": 40960}

@@ -39,7 +39,7 @@ FLAGS = (
 
 
 def install_trl(packages: Path) -> None:
-    """Install TRL without its dependencies, which this environment has."""
+    """Install TRL without its dependencies, which this environment has, and make the model that all sides train."""
     if not packages.exists():
         install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(packages)]
         subprocess.run([*install, TRL.lower().replace(" ", "==")], check=True)

@@ -17,7 +17,7 @@ def run(args: argparse.Namespace) -> None:
     dump = read_dump(args.dump)
     columns, settings = dump.columns, dump.settings
     if columns["entropy"] is None or settings["config"] is None:
-        raise UsageError(f"{args.dump} has no entropies to compare: its estimator is {settings['estimator']}.")
+        raise UsageError(f"{args.dump} has no entropy-based advantages: its estimator is {settings['estimator']}.")
     check_openrlhf()
     platform.choose()
     from benchmarks.suite.credit_errors import compare_rollout, table

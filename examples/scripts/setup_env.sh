@@ -249,8 +249,7 @@ compile() {
     run_pip 1 install --no-cache-dir --no-binary "$1" "$(locked "$1")" || fail "pip could not compile $1"
 }
 
-# Source packages are built with the locked setuptools and wheel, not the newest ones of
-# the day.
+# Source packages are built with the locked setuptools and wheel, not the newest ones of the day.
 install_tools() {
     local -a tools
     mapfile -t tools < <(locked 'setuptools|wheel')
@@ -280,9 +279,9 @@ make_project() {
     wanted_project >"$target/$project_stamp"
 }
 
-# A virtual environment's path is written only in its scripts and in pyvenv.cfg, as far as anything
-# reads it. Replacing it there takes a moment. Building the new environment at its final path instead would
-# leave the user without an environment for minutes, and with a partial one after an interruption.
+# A virtual environment's path is written only in its scripts and in pyvenv.cfg, as far as anything reads it. Replacing
+# it there takes a moment. Building the new environment at its final path instead would leave the user without an
+# environment for minutes, and with a partial one after an interruption.
 put_in_place() {
     grep -rlIZF "${being_made##*/}" "$being_made/bin" "$being_made/pyvenv.cfg" |
         xargs -0 sed -i "s/${being_made##*/}/${venv##*/}/g"

@@ -129,8 +129,8 @@ def mean_by(values: Tensor, key: Tensor, counted: Tensor, mean: Mean = "arithmet
 
 
 def mean_and_std(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute mean and unbiased std of (N,) float64 values, two scalars. Of no values the mean is 0, of one the std is
-    0.
+    """Compute mean and unbiased std of (N,) float64 values, two scalars. No values have mean 0, and fewer than two
+    have std 0.
 
     Equal values give exactly their value and std 0. A rounded mean and std would leave a residue, which the division
     by ``STD_EPS`` would make as large as an advantage.

@@ -92,8 +92,10 @@ def token_shares(rows: Rows, config: GTPOConfig) -> Tensor:
 
 
 def positive_token_reward(share: Tensor, outcome: Tensor, config: GTPOConfig) -> Tensor:
-    """Compute r+, the reward of rows of O+, from their entropy share: Eq. 2; Eq. 11; rev. Eq. 3. (R, T), (R, 1) -> (R,
-    T)."""
+    """Compute r+, the reward of rows of O+, from their entropy share: Eq. 2; Eq. 11; rev. Eq. 3.
+
+    (R, T) and (R, 1) -> (R, T).
+    """
     if config.variant == "v1":
         return outcome + config.alpha * share
     if config.variant in CLIPPED:

@@ -1,9 +1,10 @@
 """The surrogates by name: how a step is clipped, independent of how advantages are computed. To add one, write its
 settings and its function, and list it in ``SURROGATES``.
 
-PPO's clip is ``policy_surrogate`` in ``losses.py``. The objectives here are also unreduced. The papers' texts were not
-available, so each formula was checked against the implementation that its docstring names. Only HAPO's have equation
-numbers, from notes on the paper. Log ratios are bounded by +-20 everywhere, which keeps far off-policy tokens finite.
+PPO's clip is ``policy_surrogate`` in ``losses.py``. Here is each paper's own objective, also unreduced. The papers'
+texts were not available, so each formula was checked against the implementation that its docstring names. Only HAPO's
+have equation numbers, from notes on the paper. Log ratios are bounded by +-20 everywhere, which keeps far off-policy
+tokens finite.
 """
 
 import math
@@ -213,7 +214,7 @@ class STAREConfig(ClipConfig):
     weight_negative: float = setting(
         1.0, "weight of the chosen tokens with A < 0; 1 is the authors' variant O1, C2 uses 0.9", above=0, at_most=1
     )
-    target_entropy: float = setting(0.3, "entropy, in nats, from which no token is weighted", at_least=0)
+    target_entropy: float = setting(0.3, "entropy, in nats, at or above which no token is weighted", at_least=0)
 
 
 def stare_surrogate(

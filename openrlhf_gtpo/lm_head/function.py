@@ -73,7 +73,7 @@ def linear_log_prob_and_entropy(
     _check(hidden, weight, labels, bias, temperature, vocab_size)
     needs_main_grad = accumulate_into_main_grad and weight.requires_grad and torch.is_grad_enabled()
     if needs_main_grad and getattr(weight, "main_grad", None) is None:
-        raise ValueError("accumulate_into_main_grad needs weight.main_grad; wrap the model in Megatron's DDP for it")
+        raise ValueError("accumulate_into_main_grad needs weight.main_grad; wrap the model in Megatron's DDP")
     shard = VocabularyShard.describe(labels, weight.size(0), vocab_size, group)
     work = _choose(implementation, hidden)
     if chunk_bytes is None:

@@ -30,8 +30,8 @@ def description(options: LoraOptions, modules: list[str], base: Path) -> dict[st
 
 
 def refusal(saved: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> str | None:
-    """Say why a run with the :func:`description` ``own``, perhaps still incomplete, cannot resume from one with
-    ``saved``. The result continues a sentence that begins with the checkpoint; None if it can."""
+    """Say why a run with the :func:`description` ``own``, perhaps still incomplete, cannot resume from a checkpoint
+    with ``saved``. The result continues a sentence that begins with the checkpoint; None if it can."""
     found = _difference(saved, own)
     return found and f"cannot be continued: {found}; give the same flags and model, or start a new run."
 

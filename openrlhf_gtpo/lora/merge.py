@@ -54,7 +54,7 @@ def merge(
 def thresholds(
     shape: tuple[int, ...], name: str, offset: tuple[int, int] = (0, 0), device: torch.device | None = None
 ) -> Tensor:
-    """Draw uniform integers from 0 to 65,535, (O, I), int32, for the part of the matrix ``name`` at ``offset``. They
+    """Return uniform integers from 0 to 65,535, (O, I), int32, for the part of the matrix ``name`` at ``offset``. They
     are added to the bits of a float32 before it is truncated to bfloat16."""
     seed = zlib.crc32(name.encode())
     row, column = (

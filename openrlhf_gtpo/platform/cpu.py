@@ -17,13 +17,13 @@ _ENVIRONMENT = {
     # Threads that spin while they wait for each other waste most of a small machine that several processes share: a
     # training step of a 135M-parameter model took 17 s of processor time on two busy cores, and 3 s without spinning.
     "OMP_WAIT_POLICY": "PASSIVE",
-    # They still spin for a tenth of a millisecond. Waking them takes as long, and the pauses between a layer's short
-    # operations are mostly shorter. vLLM decodes 64 rows of the same model in 114 ms instead of 165.
+    # They still spin for a tenth of a millisecond. Waking them takes as long, which is most of the time between a
+    # layer's short operations. vLLM decodes 64 rows of the same model in 114 ms instead of 165.
     "GOMP_SPINCOUNT": "2000",
     # Ray would start one idle Python worker for every logical CPU: https://github.com/ray-project/ray/pull/33623.
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
-    # Silences ray.init's warning about a future default in 2.55 (https://github.com/ray-project/ray/pull/55791).
+    # Silences the warning of ray.init 2.55 about a future default (https://github.com/ray-project/ray/pull/55791).
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # Ray gives its workers low priority, so that they yield to its own processes and the user's
     # (https://github.com/ray-project/ray/pull/24928). Here the workers do all the work.

@@ -60,7 +60,7 @@ def model_folder(source: str | Path, *, weights: bool = True, fetch: bool = True
         folder = _snapshot(str(source), weights, fetch)
     except (errors.HFValidationError, OSError, httpx.HTTPError) as error:
         reason = one_line(error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) else error)
-        raise UsageError(f"{where}, and neither the Hugging Face Hub nor its cache has it: {reason}") from error
+        raise UsageError(f"{where}, and cannot be read from the Hugging Face Hub or its cache: {reason}") from error
     # If only Transformers has cached the model, there is no list of all files, and a missing one goes unnoticed.
     shards = shards_of(folder / INDEX) if (folder / INDEX).exists() else [WEIGHTS]
     missing = sorted(shard for shard in shards if not any(folder.glob(shard))) if weights else []
@@ -137,7 +137,7 @@ def _snapshot(name: str, weights: bool, fetch: bool) -> Path:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a text file atomically: ``path`` is complete or absent, whenever this process dies."""
+    """Write a text file atomically: whenever this process dies, ``path`` has all of the text or is unchanged."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(text, encoding="utf-8")

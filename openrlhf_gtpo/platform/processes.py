@@ -93,7 +93,7 @@ def run_processes(function: Callable[..., T], world_size: int, *args: Any) -> T:
     launched = launched_world_size()
     if launched is not None:
         if launched != world_size:
-            raise LaunchError(f"Expected {world_size} processes, got WORLD_SIZE={launched}; start as many.")
+            raise LaunchError(f"Expected {world_size} processes, got WORLD_SIZE={launched}; start that many.")
         os.environ.update(_platform_environment(chosen))
         with _process_group(store=None):
             return function(*args)

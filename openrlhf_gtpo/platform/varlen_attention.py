@@ -15,7 +15,7 @@ NAME = "varlen"
 
 
 def is_available() -> bool:
-    """True if torch has these kernels with a window and a scale, which needs 2.11."""
+    """True if torch has these kernels with a window and a scale, as it does from 2.11 on."""
     try:
         return {"window_size", "scale"} <= _parameters()
     except ImportError:

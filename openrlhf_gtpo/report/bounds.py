@@ -109,7 +109,7 @@ def _bounds(rows: Rows, offers: Mapping[str, str]) -> Iterator[tuple[str, float,
     # Work between steps, over the whole run.
     steps, walls = series(rows, names.KIND_TRAIN, names.TIMING_STEP_WALL)
     every = [int(word) for word in offers.get(names.OFFER_RARER, "").split() if word.isdigit()]
-    if max(every, default=0) <= steps[-1]:  # half of one would be none
+    if max(every, default=0) <= steps[-1]:  # otherwise the run would have none at all
         outside = between_steps(rows)
         run = outside + sum(walls)
         yield names.OFFER_RARER, run, run - outside / 2, "half as many evaluations and checkpoints"

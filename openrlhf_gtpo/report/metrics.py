@@ -96,7 +96,7 @@ class MetricsWriter:
             self._file.flush()
         except OSError as error:
             print(
-                (f"Warning: {self._path} could not be written ({error.strerror}); its lines wait in memory."),
+                f"Warning: {self._path} could not be written ({error.strerror}); its lines wait in memory.",
                 flush=True,
             )
         self._step = int(step)
@@ -119,7 +119,7 @@ def show_phase(path: str | Path | None, name: str) -> None:
     not part of its record. If the file is missing, nobody watches the run."""
     if path is None:
         return
-    with suppress(OSError):  # a full disk; the background save that fills it may fail and free room
+    with suppress(OSError):  # such as a full disk, on which a background save may be failing too
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         phase_file(Path(path)).write_text(name, encoding="utf-8")
 

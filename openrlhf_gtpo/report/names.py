@@ -105,7 +105,7 @@ TOKENS_PER_SECOND_PREFIX = "tokens_per_second/"
 
 TOKENS_PROMPT = "tokens/prompt"  # every response's prompt, and an environment's turns; no padding
 TOKENS_RESPONSE = "tokens/response"  # sampled tokens, which are trained on
-TOKENS_SAMPLED = "tokens/sampled"  # all responses, also dropped by dynamic sampling and rescued by a guide
+TOKENS_SAMPLED = "tokens/sampled"  # all responses, with the ones that dynamic sampling drops and a guide's rescues
 TOKENS_COMPUTED = "tokens/computed"  # in the training phase: with padding, a shared prompt once per micro-batch
 TOKENS_ROWS = "tokens/rows"  # in the training phase: its rows' prompts and responses
 SAMPLES = "samples_per_prompt"  # in the run's first line, as are allowed flags that may speed it up:

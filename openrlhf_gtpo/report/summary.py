@@ -69,7 +69,9 @@ def print_run_summary(metrics: Rows) -> None:
     if (outside := bounds.between_steps(metrics)) >= 1:
         console.print(f"\nBetween steps, for evaluations and checkpoints: {outside:,.0f} s in all.", highlight=False)
     if gains := bounds.gains(metrics):
-        console.print("\nWhat could make it faster, at most by this much, from this run's numbers:", highlight=False)
+        console.print(
+            "\nWhat could make it faster, and at most by how much, from this run's numbers:", highlight=False
+        )
     for gain in gains:
         console.print(f"  {gain.factor:.2f} x: {gain.why}\n          {gain.flags}", markup=False, soft_wrap=True)
     if (clause := idle_sentence(metrics)) is not None:

@@ -31,7 +31,7 @@ class ScoreModel:
         backend: deepspeed (Transformers, a whole model in each process) or megatron.
         layout: parallel sizes of the Megatron backend.
         overrides: FIELD=VALUE of the Megatron backend's TransformerConfig.
-        fp8: FP8 products in the Megatron backend; None for BF16.
+        fp8: FP8 products in the Megatron backend; None for products in ``dtype``.
         dtype: of weights and activations, bfloat16 or float32. Log-probs and entropies are float32 in either case.
         temperature: the policy's probabilities are softmax(logits / temperature).
         max_tokens: maximum tokens of a micro-batch.
@@ -136,11 +136,11 @@ class RowFile:
         try:
             return prompt_and_label(entry, args, tokenizer)[0]
         except Exception as error:  # templates are programs
-            raise UsageError(f"{where}: the chat template failed: {one_line(error)}") from error
+            raise UsageError(f"{where}: the prompt cannot be made: {one_line(error)}") from error
 
 
 def _entry(line: bytes, where: str) -> dict[str, Any]:
-    """Parse a line, which must have one of the two forms."""
+    """Parse a line, which must have one of the two forms, with values of the right types."""
     entry = None
     with suppress(ValueError):
         entry = json.loads(line)

@@ -196,7 +196,7 @@ def _megatron(model: ScoreModel) -> Iterator[Forward]:
             overrides=parse_overrides(model.overrides),
             fp8=model.fp8,
         )
-        with refusals_name_flags():  # this GPU does not support FP8 here
+        with refusals_name_flags():  # if this GPU does not support the FP8 recipe
             loaded = load_model(model.folder, options, for_training=False)
 
         yield Forward(

@@ -63,7 +63,7 @@ class Tree:
         tokens: (T,) ids.
         position_ids: (T,) position of each token in its rows.
         lengths: (S,) lengths of the segments, in order.
-        paths: for each segment the (k,) positions of the tokens that its last token sees, itself included.
+        paths: for each segment the (k,) positions in the pack of the tokens that its last token sees, itself included.
         places: (R,) position in the pack of each token of the rows, row after row; 0 for tokens that are left out.
         origin: (U,) for each packed token, without padding, its first index among the rows' tokens.
     """

@@ -52,7 +52,7 @@ def build_once(output_dir: str | Path, recipe: Mapping[str, Any], build: Callabl
             path.chmod(0o755 if path.is_dir() else 0o644)
         damaged = target.exists() and any(target.iterdir())
         if not (damaged and _is_complete(target, plain)):  # another process may have finished the same work first
-            if damaged:  # renamed first: a kill during the deletion would leave it without a marker
+            if damaged:  # renamed first: otherwise a kill during the deletion could leave it unmarked
                 shutil.rmtree(target.rename(tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=target.parent)))
             try:
                 os.replace(partial, target)

@@ -202,7 +202,7 @@ def _read_problems(
         problem = _field(row, problem_key, number)
         answers = _field(row, answer_key, number)
         answers = answers if isinstance(answers, list) else [answers]
-        answer = ", ".join(str(part) for part in answers if part is not None and part == part)  # not NaN
+        answer = ", ".join(str(part) for part in answers if part is not None and part == part)  # no empty cell, no NaN
         if answer_after is not None:
             answer = answer.rpartition(answer_after)[2].strip()
         problem = problem.strip() if isinstance(problem, str) else problem

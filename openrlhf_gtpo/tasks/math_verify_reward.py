@@ -175,8 +175,8 @@ def final_answer(response: str) -> str:
 
     Only the last box counts: `x=\boxed{1}, y=\boxed{2}` answers 2. An answer of several parts goes into one box.
     (Math-Verify itself would read nearby boxes as a set.) An empty box (the instruction quoted) or one that is never
-    closed (a truncated response, perhaps in the middle of a number) is skipped, so the one before it counts. `\boxed
-    4` without braces is a box if a number or command follows.
+    closed (a truncated response, perhaps in the middle of a number) is skipped, so the one before it counts.
+    `\boxed 4` without braces is a box if a number or command follows.
 
     In a text without a box, Math-Verify reads the last formula or number. Formulas joined only by "and", "or" or a
     comma are one set. The word "answer" is removed, because Math-Verify prefers the text after it to the last formula.

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 # Special tokens of ChatML, Llama 3, DeepSeek (with wide bars), Llama 2 and Gemma.
 SPECIAL_TOKEN = re.compile(r"<[|｜][^<>|｜]*[|｜]>|</?s>|<(?:pad|bos|eos|start_of_turn|end_of_turn)>")
-_ENDING = 20  # characters of a prompt's end to search for: about the opening of a turn
+_ENDING = 20  # characters of a prompt's end to search for: about as long as a turn's opening
 
 
 def response_and_label(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str]) -> tuple[str, str]:

@@ -124,7 +124,7 @@ def _waited(pid: int) -> float:
 def _tried() -> str:
     """The output of a test program: 42, and the MB of its folder's disk."""
     program = "import os; disk = os.statvfs('.'); print(6 * 7, disk.f_blocks * disk.f_frsize >> 20)"
-    return _run(program, 20.0, 512, 16, 2000)  # in a thread: an engine imports its agent inside an event loop
+    return _run(program, 20.0, 512, 16, 2000)  # not awaited: an engine imports its agent inside an event loop
 
 
 def why_no_sandbox() -> str | None:

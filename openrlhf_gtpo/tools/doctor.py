@@ -201,7 +201,7 @@ def openrlhf(args: argparse.Namespace) -> Line:
 
 
 def packages(args: argparse.Namespace) -> Line:
-    """Check that the packages that OpenRLHF, vLLM and the Megatron actor need are installed, at versions that whole
+    """Check that the packages that OpenRLHF pins, vLLM's torch and megatron-core are installed, at versions that whole
     runs were made with."""
     from packaging.requirements import Requirement
     from packaging.specifiers import SpecifierSet

@@ -77,7 +77,7 @@ class Arrivals:
         parameters = dict(self._model.named_parameters())
         names = self._loaded
         if names is not None:
-            # Loaders return the old names of experts (vllm 0.29.0, model_executor/model_loader/ weight_utils.py,
+            # Loaders return the old names of experts (vllm 0.29.0, model_executor/model_loader/weight_utils.py,
             # maybe_remap_moe_expert_param_name).
             names = names | {name.replace(".experts.", ".experts.routed_experts.") for name in names}
         # Compare by memory: W_UV and W_UK_T of vLLM's MLA are views of its kv_b_proj (vllm 0.29.0, mla_attention.py).

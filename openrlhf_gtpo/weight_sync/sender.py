@@ -55,7 +55,7 @@ class WeightSender:
         self._engines = list(engines)
         self._device = device
         world_size = len(self._engines) * tensor_parallel_size + 1
-        # Keep the socket open: another process may take a port that is only free before vLLM is imported and listens
+        # Keep the socket open: otherwise another process may take the port before vLLM is imported and listens
         # (https://github.com/vllm-project/vllm/issues/51275).
         listener = socket.create_server(("", 0))
         port = int(listener.getsockname()[1])

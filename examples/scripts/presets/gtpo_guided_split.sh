@@ -2,7 +2,7 @@
 # GTPO guided by a larger model on one node of 8 GPUs of 80 GB: Qwen2.5-7B, a quarter of the rows from Qwen2.5-32B.
 #
 # Paper:      GTPO and GRPO-S: Token and Sequence-Level Reward Shaping with Policy Entropy, arXiv 2508.04349; the guide
-#             after Improving DAPO from a Mixed-Policy Perspective, arXiv 2507.12931 (docs/guide.md lists the differences)
+#             after Improving DAPO from a Mixed-Policy Perspective, arXiv 2507.12931 (docs/guide.md says how closely)
 # Techniques: as gtpo_split, but 4 GPUs train, 2 sample from the policy (TP1 × 2) and 2 from the guide (TP2), whose
 #             share anneals to zero over 100 steps; dynamic sampling, rescue of always failing prompts in batches of 32
 #

@@ -45,12 +45,12 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
         """Plan the save (collective) and keep the writer; only the small common state is written now.
 
         Args:
-            strategy: absent with megatron-core 0.16.1, and with 0.19.2 that of nvidia-resiliency-ext, in whose place
-                Megatron's own is taken.
+            strategy: megatron-core 0.16.1 passes none. 0.19.2 passes nvidia-resiliency-ext's, and Megatron's own
+                replaces it.
         """
         if strategy and get_rank() == 0:
-            # Where 0.16.1 writes it and alone reads it; 0.19.2 has it beside the tensors and reads either. Can go with
-            # 0.16.1, as can the asterisks.
+            # 0.16.1 writes the common state to this file and reads only this file. 0.19.2 writes it with the tensors
+            # and reads either. Can go with 0.16.1, like the asterisks.
             torch.save(sharded_state_dict["common_state"].data, Path(checkpoint_dir, COMMON_STATE_FNAME))
         # Megatron would start the manager process here if it had no queue for results.
         filesystem_async._results_queue = queue.SimpleQueue()

@@ -50,7 +50,7 @@ class ModelOptions:
         overrides: TransformerConfig fields that override all others.
         fp8: which products are in FP8, and how; None for none.
         lm_head_bytes: temporary memory for the LM head, in bytes; None leaves the choice to it.
-        lora: the adapters that are trained in the place of all weights, not with FP8 or experts; None for none.
+        lora: the adapters to train instead of all weights, not with FP8 or experts; None for none.
         shares_prompts: whether rows have what they have in common computed once; not under context parallelism.
         seed: the run's, which the adapters begin with.
     """

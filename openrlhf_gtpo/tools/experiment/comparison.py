@@ -110,7 +110,7 @@ def p_among_all(methods: Sequence[np.ndarray], baseline: np.ndarray) -> list[flo
     :func:`paired_difference` uses two. It is for other seeds and the same questions, and does not pair seeds.
 
     Args:
-        methods, baseline: mean score of each seed, (S,) each. Not all may be equal over seeds.
+        methods, baseline: mean score of each seed, (S,) each; at least one must differ between its seeds.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # one method's seeds may all be equal

@@ -147,7 +147,7 @@ def write_page(
     for label, base in bases.items():
         for (data, measure), difference in _differences(label, runs[label], base, runs.get(base, [])).items():
             if difference is None:
-                why = "their runs with the same seeds were never evaluated at the same step"
+                why = "their runs with the same seeds were never all evaluated at the same step"
                 not_compared.append((label, f"{data}, {measure}: {label} is not compared with {base}, as {why}."))
             else:
                 differences.append((label, base, data, measure, difference))
@@ -250,7 +250,7 @@ def _why_alone(group: Sequence[FoundRun], base_group: Sequence[FoundRun]) -> str
 
 
 def _bases(runs: Runs, baseline: str) -> dict[str, str]:
-    """Map each label to the label to compare it with, which may have no run."""
+    """Map each label except the baseline's to the label to compare it with, which may have no run."""
     baselines = {label for label in runs if label == baseline or label.split("/")[0] == baseline}
     if not baselines:
         raise UsageError(f"The baseline {baseline!r} is not among the runs {', '.join(runs)}; name one of them.")

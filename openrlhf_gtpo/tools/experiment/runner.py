@@ -27,7 +27,7 @@ from openrlhf_gtpo.report.watch import bar_columns, describe
 from openrlhf_gtpo.tools.experiment.grid import Grid, Run, words
 from openrlhf_gtpo.tools.launch.process_tree import run_and_clear
 
-_SIGNALS = range(129, 256)  # exit statuses after a signal or a request to stop
+_SIGNALS = range(129, 256)  # exit statuses after a signal to this process or to the run
 _SECONDS = "seconds"  # a file
 
 

@@ -81,12 +81,12 @@ class Candidate:
         beside_trainer = context | resting | (loaded if self.colocated else {})  # the sleeping engine has no cache
         work = self.engines.workload
         tokens = min(work.micro_batch_tokens(training.layout.context_parallel_size), work.rows * work.row_length)
-        activations = {"activations": forward_bytes(replace(training, tokens=tokens), stage)}  # any rows
-        read = {"optimizer": held["optimizer"]}  # or writes new ones
+        activations = {"activations": forward_bytes(replace(training, tokens=tokens), stage)}  # of any rows
+        read = {"optimizer": held["optimizer"]}  # read from a checkpoint, or written to one
         if training.fp8 is not None and training.fp8.primary_weights:  # checkpoints store these weights in bfloat16
             read["bf16_copies"] = 2 * fp8_parameters(training, stage)
         fresh_states = {"gradients": held["gradients"], "optimizer": held["optimizer"] / 3}  # only the float32 weights
-        # A checkpoint is saved with the moments on the GPU, but without the gradients.
+        # Loading a checkpoint brings the moments after the gradients have left.
         starting = max(fresh_states, read, key=lambda parts: sum(parts.values())) if offloaded else states | read
         return {
             "start": asleep | weights | starting | reference,

@@ -83,7 +83,7 @@ def decode(
                 waiting.appendleft((row, end - began, clock - began))
                 leave(row, clock - began)
             while running.get(ends[0][1], (0, 0))[1] != ends[0][0]:
-                heappop(ends)  # the tokens of a preempted row
+                heappop(ends)  # the end of a preempted row
             rows = len(running)  # all decode until the next row ends or the cache is full
             steps = min(ends[0][0] - clock, int(room() / rows))
             yield Stretch(steps, rows, prompt + responses / rows + steps / 2, tuple(again))

@@ -83,8 +83,8 @@ def details(plan: Candidate) -> str:
     lines.append(f"what breaks first: {_PARTS.get(phase, phase)} ({room})")
     if -_ROOM < over <= 0:
         lines.append(
-            f"risk: less than {_ROOM / GIB:.0f} GiB to spare, which is the plan's error; if training runs out of "
-            "memory, plan with a smaller --max-tokens-per-gpu"
+            f"risk: less than {_ROOM / GIB:.0f} GiB to spare, and the plan may be off by that much; if training "
+            "runs out of memory, plan with a smaller --max-tokens-per-gpu"
         )
     # Times, which need room for at least one row.
     engines = plan.engines

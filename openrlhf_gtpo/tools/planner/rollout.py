@@ -101,7 +101,7 @@ class Engines:
         work = self.workload
         context = work.prompt + work.response / 2
         rows = min(self.rows, self.assumptions.vllm_rows, self.cache_tokens / context)
-        prompts = rows / work.response / work.samples_per_prompt  # rows that arrive in a step
+        prompts = rows / work.response / work.samples_per_prompt  # prompts that arrive in a step
         return rows / (self._step(rows, context) + prompts * self._prefill_seconds(work.prompt)) / self.tensor
 
     def _prefill_seconds(self, tokens: float) -> float:

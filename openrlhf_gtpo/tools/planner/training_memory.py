@@ -230,7 +230,7 @@ def activation_bytes(training: Training, stage: int) -> float:
 def temporary_bytes(training: Training, stage: int) -> dict[str, float]:
     """Peak bytes on top of :func:`held_bytes` and :func:`activation_bytes`, by moment in the step.
 
-    A moment is negative if some activations are already freed.
+    A moment may be negative if some activations are already freed.
     """
     shape, tokens, share, local = training.shape, training.rank_tokens, training.spread, training.local
     hidden = shape.hidden_size
@@ -290,7 +290,7 @@ def head_bytes(training: Training) -> float:
     working = tiles.backward_peak(
         tokens, columns, shape.hidden_size, budget=budget, on_cpu=training.local, is_frozen=training.lora_rank > 0
     )
-    weight = 0 if training.lora_rank else 2 * columns * shape.hidden_size  # the gradient's copies
+    weight = 0 if training.lora_rank else 2 * columns * shape.hidden_size  # bytes of its gradient
     hidden = 2 * shape.hidden_size * tokens
     if not shape.tied:
         # The weight's gradient is added straight to the float32 buffer, and a dummy replaces it after the tiles.

@@ -102,7 +102,9 @@ def _step(dump: RolloutDump, methods: Sequence[Method], part: float, packed: Pac
         notes.append("The dump has a sample of a step's groups, and statistics over a batch cover only that sample.")
     rows = _sampled_rows(dump, part)
     if len(rows) < len(columns["row"]):
-        notes.append("More tokens than --max-tokens: the page shows a sample of the groups, computed over all.")
+        notes.append(
+            "More tokens than --max-tokens: the page shows a sample of the groups, with advantages computed over all."
+        )
 
     # For each token its row. For the shown rows the tokens, their mask and the rows' lengths.
     token_rows: np.ndarray = np.repeat(np.arange(len(columns["row"])), np.diff(columns["mask"].offsets))

@@ -95,7 +95,7 @@ def test_held_out_rewards_are_compared_at_one_step(tmp_path: Path) -> None:
     assert page(*runs, "--baseline", "dapo", "--output", tmp_path / "out") == 0
     text = (tmp_path / "out" / "index.html").read_text()
     assert "math, held-out reward at step 10: gtpo is +0.000 relative to dapo" in text and "better" not in text
-    why = "their runs with the same seeds were never evaluated at the same step."
+    why = "their runs with the same seeds were never all evaluated at the same step."
     assert f"math, held-out reward: grpo is not compared with dapo, as {why}" in text
     assert text.count("is not compared") == 1
     means = re.findall(r"<tr><th scope=.row.>math, (.*)</th><td>(.*)</td><td>(.*)</td><td>(.*)</td></tr>", text)

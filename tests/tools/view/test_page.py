@@ -179,7 +179,7 @@ def test_a_million_tokens_are_sampled_in_whole_groups_and_credited_among_all(
     dump = write(tmp_path, table=columns(groups=25, samples=8, longest=5000))
     page = tmp_path / "view.html"
     assert view.main([str(dump), "--output", str(page), "--max-tokens", "100000"]) == 0
-    assert "the page shows a sample of the groups, computed over all" in capsys.readouterr().err
+    assert "the page shows a sample of the groups, with advantages computed over all" in capsys.readouterr().err
     (step,) = data_of(page.read_text())["steps"]
     assert 50_000 < step["offsets"][-1] <= 100_000 and len(step["row"]) % 8 == 0
     assert {step["group"].count(group) for group in step["group"]} == {8}

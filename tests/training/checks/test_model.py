@@ -52,7 +52,7 @@ def test_a_model_that_nobody_has_is_asked_for_without_retries(
     monkeypatch.setattr(httpx.Client, "send", fail)
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("the Hub is asked again"))
     message = refused({"--actor.model_name_or_path": "no-such-user/no-such-model"})
-    assert message.endswith("neither the Hugging Face Hub nor its cache has it: no network")
+    assert message.endswith("cannot be read from the Hugging Face Hub or its cache: no network")
 
 
 def test_each_file_is_read_once(
