@@ -146,7 +146,7 @@ def _entropy_weighted(args: Arguments) -> Iterator[Refusal]:
     estimator, rollout = args.algo.advantage.estimator, args.rollout
     yield (
         rollout.n_samples_per_prompt < 2,
-        f"Expected --rollout.n_samples_per_prompt >= 2, which {estimator} compares, got "
+        f"Expected --rollout.n_samples_per_prompt >= 2, because {estimator} compares a prompt's responses, got "
         f"{rollout.n_samples_per_prompt}.",
     )
     yield (
