@@ -141,10 +141,10 @@ def build_parser() -> argparse.ArgumentParser:
 
     flag = command(
         "lm-head",
-        "log-probs and entropies: the bare product, OpenRLHF's way, those of other libraries, ours",
-        "Log-probs and entropies from hidden states, in every way that is installed, side by side. The bare product "
+        "log-probs and entropies: the bare product, OpenRLHF, other libraries, this package",
+        "Log-probs and entropies from hidden states, by every implementation installed, in turn. The bare product "
         "is the limit: one for the forward pass, four for forward and backward (the logits twice, and the products "
-        "with their gradient), since no way keeps the logits. Gradients are those of the log-probs alone.",
+        "with their gradient), since no implementation keeps the logits. Only log-probs have gradients.",
         repeat=7,
     )
     sizes = {"nargs": "+", "default": ["1024x896x151936"], "metavar": "TxHxV"}
@@ -214,7 +214,7 @@ def build_parser() -> argparse.ArgumentParser:
         "train",
         "the phases of real training steps, of one configuration or several in turns",
         "The phases of real training steps, of one configuration or several in turns. Each run is the trainer itself, "
-        "in its own process, with the flags after -- and those of its configuration; it ends after its last step. "
+        "in its own process, with the flags after -- and its configuration's; it ends after its last step. "
         "Every configuration is checked before the first run. Tokens are real ones, never padding. GPUs are all that "
         "a run holds; on a CPU host, a process that stands in for a GPU counts as one. MFU is relative to the "
         "measured rate of a big square product in the run's dtype, for FP8 too. With RAY_ADDRESS the runs use that "

@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter of Megatron's as tensors of a checkpoint.
+    """One of Megatron's parameters, as tensors of a checkpoint.
 
     Fields:
-        names: of the tensors, without ``model.layers.N.`` for those of a layer; ``{expert}`` is an expert's number.
+        names: of the tensors; a layer's without ``model.layers.N.``; ``{expert}`` stands for an expert's number.
         cut: the dimension along which TP cuts each matrix; None if every rank has all of it.
         rows: what the parameter's rows are. ``qkv``: group by group, the group's queries, its key and its value;
             ``gate_up``: on each rank its rows of the gate, then of the up projection; ``vocabulary``: a row per token,
@@ -35,12 +35,12 @@ class Weight:
 
 @dataclass(frozen=True)
 class Family:
-    """What there is to know of the models of one ``model_type``.
+    """What this package knows about the models of one ``model_type``.
 
     Fields:
-        weights: by Megatron's names, those of a layer without ``decoder.layers.N.`` and without an expert's number.
+        weights: by Megatron's names; a layer's without ``decoder.layers.N.``, an expert's without its number.
         megatron: fields of Megatron's TransformerConfig that follow from the model's configuration, besides sizes.
-        assumed: entries of the configuration that the converted model takes for granted; other values are refused.
+        assumed: entries of the configuration that the conversion relies on; other values are refused.
         defaults: of Transformers' configuration class, for entries that matter here and that config.json may omit.
         window_switches: entries by which Transformers 5.15 lets a model have a ``sliding_window`` and not use it.
         partial_rotary: only the ``partial_rotary_factor`` of a head is rotated.

@@ -158,7 +158,7 @@ class PendingSave:
             "optimizer": trainer is not None,
             "distributed_optimizer": trainer is not None and trainer.options.distributed,
             "metric": metric,
-            "origin": client_state.get("origin"),  # what a run that goes on must have in common with this one
+            "origin": client_state.get("origin"),  # what a run that resumes must share with this one
             **({} if model.lora is None else {"lora": model.lora}),
         }
         # Megatron's plan of who writes what.

@@ -116,9 +116,9 @@ def _allocate(optimizer: Any) -> None:
 
 
 def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """Load what Megatron keeps beside the distributed optimizer's states (those were read in place), or all of a plain
-    optimizer. Torch's Adam counts a plain optimizer's steps in its states, Transformer Engine's in its groups; each
-    goes on from where the other was saved."""
+    """Load a plain optimizer, or what Megatron keeps beside the distributed optimizer's states, which were read in
+    place. Torch's Adam counts a plain optimizer's steps in its states, Transformer Engine's in its groups; each
+    resumes from the other's checkpoint."""
     plain, saved, inner = state.pop("param_state", None) is None, state.get("optimizer", state), optimizer.optimizer
     # Megatron 0.19.2 finds a saved group by its peak rate too, which is this run's own.
     own = {"max_lr": optimizer.config.lr, "min_lr": optimizer.config.min_lr}

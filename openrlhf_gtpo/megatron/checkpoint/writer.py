@@ -3,9 +3,9 @@
 megatron-core 0.16.1 forks for it (``dist_checkpointing/strategies/filesystem_async.py``): one process per file even
 when it waits for them, and a manager for their results. A fork inside a Ray worker copies the locks of its gRPC,
 gloo and CUDA threads without the threads that release them, so the child may hang forever. A thread needs no fork,
-and its file writes release the interpreter. 0.19.2 writes files from threads, but still has the manager, and a process
-around the threads (``async_utils.py``) if it is not to wait; its other way needs nvidia-resiliency-ext. Can go with a
-Megatron that writes in this process while training goes on.
+and its file writes release the interpreter. 0.19.2 writes files from threads. It still starts the manager and, for
+an asynchronous save, a process around the threads (``async_utils.py``); the other needs nvidia-resiliency-ext.
+Can go with a Megatron that writes in this process while training goes on.
 """
 
 import os

@@ -109,10 +109,10 @@ def check_fp8(options: Fp8Options, hf_config: Any, layout: Layout, *, cuda: bool
 
 
 def check_transformer_engine(recipe: str) -> None:
-    """Refuse FP8 without Transformer Engine, or with one that does not compute what ``recipe`` says in this process.
+    """Refuse FP8 without Transformer Engine, or with one whose ``recipe`` computes something else in this process.
 
     Raises:
-        LayoutError: it is not installed, or its scales are not those of the emulation.
+        LayoutError: it is not installed, or it scales tensors differently from the emulation.
     """
     try:
         importlib.metadata.version("transformer-engine")

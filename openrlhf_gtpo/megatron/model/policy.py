@@ -44,9 +44,9 @@ class ModelOptions:
     Fields:
         layout: the parallel sizes.
         dtype: of parameters and activations, bfloat16 or float32.
-        temperature: of the policy; log-probs and entropies are those of softmax(logits / temperature).
-        recompute: activations recomputed in the backward pass: none, those of the MLP or the mixture of experts
-            (selective), or whole layers (full).
+        temperature: of the policy: log-probs and entropies are computed from softmax(logits / temperature).
+        recompute: what the backward pass computes again: nothing, the MLP or the mixture of experts (selective), or
+            whole layers (full).
         overrides: TransformerConfig fields that override all others.
         fp8: which products are in FP8, and how; None for none.
         lm_head_bytes: temporary memory for the LM head, in bytes; None leaves the choice to it.

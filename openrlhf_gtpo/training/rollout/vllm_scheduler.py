@@ -1,8 +1,8 @@
 """A scheduler for vLLM that holds what a request samples until the request ends.
 
 A step's log-probs reach vLLM's scheduler as three arrays. From there on vLLM makes objects of each token: a slice, an
-``EngineCoreOutput``, a part of a message, and more in the client. Nobody reads those of a training request before its
-end, so it is held here: its values are appended to bytes of its own, and it leaves as one message.
+``EngineCoreOutput``, a part of a message, and more in the client. Nobody reads them before a training request's end,
+so the request is held here: its values are appended to its own bytes, and it leaves as one message.
 
 Which requests are held, and what the array means: ``answers.py``. vLLM imports this file in its engine's process, by
 the name that ``scheduler_cls`` gives. Another vLLM may lack what is overridden here (``settings/guard.py``).

@@ -64,8 +64,8 @@ class RoutesOfLayer:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Scores (P, k) and ids (P, k) of the experts that tokens go to, from ``scores`` (P, experts); Megatron calls
-        it in the place of its own choice (megatron-core 0.16.1, 0.19.2: transformer/moe/moe_utils.py,
+        """Choose experts: return their scores (P, k) and ids (P, k) from ``scores`` (P, experts). Megatron calls it
+        instead of making its own choice (megatron-core 0.16.1, 0.19.2: transformer/moe/moe_utils.py,
         topk_routing_with_score_function)."""
         assert default_compute_topk is not None
         values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
