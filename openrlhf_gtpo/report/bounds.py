@@ -105,7 +105,8 @@ def _bounds(rows: Rows, offers: Mapping[str, str]) -> Iterator[tuple[str, float,
         if prompts and responses and computed and tokens:
             once = (prompts / samples + responses) / (computed * (prompts + responses) / tokens)
             left = step - (training + forward) * (1 - min(1.0, once))
-            yield names.OFFER_SHARED_PROMPTS, step, left, "each prompt is computed once for all its responses"
+            why = "each prompt is computed once for all its responses (by tokens; time may fall further)"
+            yield names.OFFER_SHARED_PROMPTS, step, left, why
     # Work between steps, over the whole run.
     steps, walls = series(rows, names.KIND_TRAIN, names.TIMING_STEP_WALL)
     every = [int(word) for word in offers.get(names.OFFER_RARER, "").split() if word.isdigit()]
