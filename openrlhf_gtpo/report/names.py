@@ -79,7 +79,7 @@ OPENRLHF = {  # OpenRLHF's names, in TensorBoard, of metrics that this package r
 
 TIMING_PREFIX = "timing/"  # seconds
 TIMING_ROLLOUT = "timing/rollout"  # engine seconds for the step's rollout, if it was sampled ahead
-TIMING_START = "timing/start"  # from the command to the first rollout or evaluation; in the run's first line
+TIMING_START = "timing/start"  # after the checks, until the first rollout or evaluation; in the run's first line
 TIMING_STEP_TOTAL = "timing/step_total"  # the sum of the phases
 TIMING_STEP_WALL = "timing/step_wall"  # without evaluation and checkpoints
 GENERATION, MAKE_EXPERIENCE, PPO_TRAIN, BROADCAST = "generation", "make_experience", "ppo_train", "broadcast"

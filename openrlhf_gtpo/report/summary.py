@@ -63,9 +63,8 @@ def print_run_summary(metrics: Rows) -> None:
     # Print the tables, and below them what would help and what went wrong.
     console = Console()
     console.print(held_out, "", training, "", timing)
-    starts = [row[names.TIMING_START] for row in metrics if names.TIMING_START in row]
-    if sum(starts) >= 1:
-        console.print(f"\nStart, until the first rollout: {sum(starts):,.0f} s.", highlight=False)
+    if (start := sum(row.get(names.TIMING_START, 0.0) for row in metrics)) >= 1:
+        console.print(f"\nStart, until the first rollout: {start:,.0f} s.", highlight=False)
     if (outside := bounds.between_steps(metrics)) >= 1:
         console.print(f"\nBetween steps, for evaluations and checkpoints: {outside:,.0f} s in all.", highlight=False)
     if gains := bounds.gains(metrics):
