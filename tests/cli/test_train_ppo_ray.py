@@ -147,7 +147,8 @@ def test_sigterm_ends_a_run_with_a_sentence_before_ray_is_there(args, training, 
     [
         (
             2,
-            "train_ppo_ray stopped: the run's driver was killed by signal 6, after 2 restarts; there is no checkpoint",
+            "train_ppo_ray stopped: the run's driver was killed by signal 6, after 2 restarts; there is no checkpoint "
+            "to resume from",
         ),
         (
             0,

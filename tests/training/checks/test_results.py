@@ -196,6 +196,7 @@ def test_rows_that_were_sampled_with_other_settings_are_not_gone_on_from(
         make_checkpoint(tmp_path, f"global_step{step}", world_size=None, **own)
         check_checkpoints(args)
         other = changed(args, {"rollout.n_samples_per_prompt": args.rollout.n_samples_per_prompt + 1})
-        wrong = r"n_samples_per_prompt is now (\d+), was \d+: .*, and the checkpoint holds 4 prompts"
+        wrong = r"n_samples_per_prompt is now (\d+), was \d+: .*, and the checkpoint holds 4 prompts that were "
+        wrong += "sampled ahead"
         with pytest.raises(UsageError, match=wrong) if ahead else nullcontext():
             check_checkpoints(other)

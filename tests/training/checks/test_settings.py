@@ -78,10 +78,10 @@ def test_a_folder_that_cannot_be_written(
     """Training would hear of it at its first checkpoint, or at its end."""
     file = tmp_path / "train.jsonl"
     if flag == "--ckpt.output_dir":
-        assert refused({flag: file / "out"}).startswith(f"{flag} {file}/out cannot be written: {file} ")
+        assert refused({flag: file / "out"}).startswith(f"{flag} {file}/out cannot be written: {file} is not a")
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # mocked, since root may write anywhere
     path = tmp_path / "not" / "yet"
-    assert refused({flag: path}).startswith(f"{flag} {path} cannot be written: {tmp_path} ")
+    assert refused({flag: path}).startswith(f"{flag} {path} cannot be written: {tmp_path} is not a")
 
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])
