@@ -141,6 +141,7 @@ def _confine(parent: int, seconds: int, memory_mb: int, disk_mb: int, folder: st
 _MET = (
     *("not permitted", "Permission denied", "new thread"),
     *("failed to map segment", "allocate memory", "No space left", "too large"),
+    *("MemoryError", "bad_alloc"),  # in the error of a library that caught it
 )
 
 
