@@ -60,7 +60,7 @@ MAY_KNOW = {
     | {"shared_prompts"},
     "scoring": {"training", "megatron", "platform"},
     "tools/view": {"algorithms", "report"},
-    "tools/planner": {"lm_head", "megatron"},  # only their arithmetic, which does not import torch either
+    "tools/planner": {"lm_head", "megatron", "report"},  # only arithmetic, which does not import torch either
     "tools/launch": set(),
     "tools/experiment": {"platform", "report", "tools/launch"},
     "cli": {"training", "scoring", "platform", "report", "tasks", "algorithms", "lm_head", "megatron"}

@@ -23,7 +23,8 @@ from openrlhf_gtpo.megatron.fp8.options import RECIPES
 from openrlhf_gtpo.megatron.parallel.layout import RECOMPUTE
 from openrlhf_gtpo.model_shape import HUB, PRESETS
 from openrlhf_gtpo.platform.files import check_output, replace_text
-from openrlhf_gtpo.tools.planner import output
+from openrlhf_gtpo.report.metrics import Rows, read_runs
+from openrlhf_gtpo.tools.planner import measured, output
 from openrlhf_gtpo.tools.planner.assumptions import SOURCES, Assumptions
 from openrlhf_gtpo.tools.planner.candidate import PLACEMENTS, Candidate
 from openrlhf_gtpo.tools.planner.cluster import GIB, GPUS, parse_cluster
@@ -77,6 +78,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--prompts-per-step", default=work.prompts_per_step, help="prompts per rollout", **count)
     smaller = f"(default: {TRAIN_BATCH}, or all if a step has fewer)"
     add("--train-batch", help=f"responses per optimizer step {smaller}", **count)
+    run_help = "metrics of a run with these settings: plan its mean lengths, and compare its seconds with the plan's"
+    add("--run", type=Path, metavar="DIR_OR_FILE", help=run_help)
     tokens = work.max_tokens_per_gpu
     add(
         "--max-tokens-per-gpu",
@@ -135,14 +138,19 @@ def _plan(args: argparse.Namespace, words: list[str]) -> None:
         raise UsageError(
             "--emit writes a script for the launcher, which always offloads for colocated engines; drop --no-offload."
         )
+    rows = None if args.run is None else _rows_of_run(args)
     request = _request(args)
     ranked = candidates(request)
     best = ranked[0]
+    run = {} if rows is None else measured.seconds(rows)
     if args.json:
         listed = [output.as_json(candidate) for candidate in ranked[: args.top]]
-        print(json.dumps({"assumptions": asdict(request.assumptions), "candidates": listed}, indent=1))
+        printed = {"assumptions": asdict(request.assumptions), "candidates": listed, "measured": run}
+        print(json.dumps(printed, indent=1))
     else:
         _print(args, request, ranked)
+        if run and best.engines.fits:
+            print(f"\n{args.run} (median) beside {output.layout_words(best)}:\n{output.beside(best, run)}")
     if not best.fits:
         raise UsageError(_nowhere(args, request, best))
     if args.emit is not None:
@@ -154,6 +162,27 @@ def _plan(args: argparse.Namespace, words: list[str]) -> None:
             print(
                 f"\nwrote {args.emit}; from the project's root: bash {shlex.quote(str(args.emit.resolve()))} --dry-run"
             )
+
+
+def _rows_of_run(args: argparse.Namespace) -> Rows:
+    """Read the run, and set the mean lengths that are not given to the run's.
+
+    Raises:
+        UsageError: no step can be read, or the run has other numbers of responses than the plan.
+    """
+    try:
+        rows = read_runs(args.run)[-1]
+        responses, prompt, response = measured.workload(rows)
+    except ValueError as error:
+        raise UsageError(f"--run {args.run}: {error}") from error
+    planned = args.samples_per_prompt * args.prompts_per_step
+    if responses != planned:
+        raise UsageError(
+            f"--run {args.run} trained on {responses} responses a step and the plan has {planned}; "
+            "give its --samples-per-prompt and --prompts-per-step."
+        )
+    args.mean_prompt, args.mean_response = args.mean_prompt or prompt, args.mean_response or response
+    return rows
 
 
 def _request(args: argparse.Namespace) -> Request:
@@ -232,8 +261,9 @@ def _print(args: argparse.Namespace, request: Request, ranked: list[Candidate]) 
             f"--entropy sampler saves no time: a rollout's {work.optimizer_steps} optimizer steps need the actor's "
             "forward for its log-probs (--log-probs)"
         )
-    if not args.assumptions:
+    if not args.assumptions and args.run is None:
         print("times are computed from assumed efficiencies (see --assumptions), not measured on this cluster")
+    if not args.assumptions:
         return
     print("\nassumed:")
     for name, value in asdict(request.assumptions).items():

@@ -1,6 +1,7 @@
 """A plan as text, as JSON, and as a launch script: the variables of ``examples/scripts/train.sh``."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from openrlhf_gtpo.tools.planner.assumptions import Assumptions
@@ -104,6 +105,20 @@ def details(plan: Candidate) -> str:
         update = ", ".join(f"{part} {seconds:.2f}" for part, seconds in plan.speed.optimizer_step().items())
         steps = engines.workload.optimizer_steps
         lines.append(f"{f'each of its {steps} optimizer steps' if steps > 1 else 'its optimizer step'}: {update}")
+    return "\n".join(lines)
+
+
+def beside(plan: Candidate, measured: Mapping[str, float]) -> str:
+    """Format a table of a run's median seconds, the plan's, and their ratio, by phase.
+
+    Args:
+        measured: from :func:`openrlhf_gtpo.tools.planner.measured.seconds`.
+    """
+    planned = plan.seconds | {"step": plan.step_seconds}
+    lines = [f"{'seconds':10}{'measured':>10}{'planned':>10}{'ratio':>8}"]
+    for phase, took in measured.items():
+        ratio = f"{took / planned[phase]:.2f}" if planned[phase] else "-"
+        lines.append(f"{phase:10}{took:10.3g}{planned[phase]:10.3g}{ratio:>8}")
     return "\n".join(lines)
 
 

@@ -1,10 +1,14 @@
 """What the planner reads: a cluster, and the lengths of rows."""
 
+import json
 import re
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import pytest
 
+from benchmarks.studies.planner_rows import H200, QWEN_1_5B
 from openrlhf_gtpo.cli import plan
 from openrlhf_gtpo.tools.planner.cluster import parse_cluster
 from openrlhf_gtpo.tools.planner.workload import Workload
@@ -35,6 +39,48 @@ def test_a_plan_says_what_it_rests_on(capsys: pytest.CaptureFixture[str]) -> Non
     assert plan.main([*words, "--mean-response", "4096", "--fp8", "off"]) == 0
     printed = capsys.readouterr().out
     assert "the same layout" not in printed and "FP8" not in printed
+
+
+def test_a_run_stands_beside_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run of one H200 brings its lengths and its seconds. Sampled ahead, its rollout takes what the engines took."""
+    (config := tmp_path / "config.json").write_text(json.dumps(QWEN_1_5B))
+    words = ["--json", "--model", str(config), "--gpus", "1", "--gpu", "h200-141g", "--response-length", "512"]
+    words += ["--prompts-per-step", "32", "--run"]
+
+    def planned(*more: str) -> dict[str, Any]:
+        assert plan.main([*words, *more]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    file = H200 / "train_1.5b.jsonl"
+    first, *steps = map(json.loads, file.read_text().splitlines())
+    beside = planned(str(file))
+    mean = sum(step["tokens/response"] for step in steps) / len(steps) / 512
+    assert (
+        beside["candidates"] == planned(str(file), "--mean-prompt", "42", "--mean-response", str(mean))["candidates"]
+    )
+    longer = planned(str(file), "--mean-response", "512")["candidates"]
+    assert longer[0]["seconds"]["rollout"] > beside["candidates"][0]["seconds"]["rollout"]
+    assert beside["measured"] == {
+        phase: median(step[name] for step in steps)
+        for phase, name in {
+            "rollout": "timing/generation",
+            "forward": "timing/make_experience",
+            "train": "timing/ppo_train",
+            "sync": "timing/broadcast",
+            "step": "timing/step_wall",
+        }.items()
+    }
+    ahead = [step | {"timing/rollout": 20.0 + number} for number, step in enumerate(steps)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (first, *ahead)))
+    assert planned(str(tmp_path))["measured"] == beside["measured"] | {"rollout": 21.0}
+    assert plan.main([*words[1:], str(tmp_path)]) == 0
+    assert re.search(r"^rollout +21 ", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_run_of_other_rollouts_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "3b", "--gpus", "1", "--run", str(H200 / "train_1.5b.jsonl"), "--prompts-per-step", "64"]
+    assert plan.main(words) == 2
+    assert "512 responses a step and the plan has 1024" in capsys.readouterr().err
 
 
 def test_lengths_have_the_mean_that_is_asked_for() -> None:
