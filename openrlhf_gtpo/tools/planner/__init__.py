@@ -1,1 +1,1 @@
-"""Predicts by arithmetic a run's memory and speed. Does not import torch, megatron or openrlhf."""
+"""Predicts a run's memory and speed by arithmetic. Does not import torch, megatron or openrlhf."""

@@ -42,14 +42,14 @@ def ranking(plans: list[Candidate], most: int) -> str:
     """Format a table with a line for each of the first ``most`` candidates."""
     width = max(58, *(len(layout_words(plan)) + 1 for plan in plans[:most]))
     lines = [
-        f"{'layout':{width}}{'engines':>9}{'train GiB':>11}{'rollout':>9}{'step s':>8}{'rollout':>9}{'forward':>9}"
-        f"{'train':>8}{'other':>7}{'tok/s/GPU':>11}{'MFU':>6}"
+        f"{'layout':{width}}{'engines':>9}{'train GiB':>11}{'rollout GiB':>13}{'step s':>8}{'rollout':>9}"
+        f"{'forward':>9}{'train':>8}{'other':>7}{'tok/s/GPU':>11}{'MFU':>6}"
     ]
     for plan in plans[:most]:
         memory = {phase: sum(parts.values()) / GIB for phase, parts in plan.memory.items()}
         engines = f"{plan.engines.count}×TP{plan.engines.tensor}"
         trainer = max(memory["train"], memory["forward"])
-        line = f"{layout_words(plan):{width}}{engines:>9}{trainer:11.1f}{memory['rollout']:9.1f}"
+        line = f"{layout_words(plan):{width}}{engines:>9}{trainer:11.1f}{memory['rollout']:13.1f}"
         if plan.fits:
             seconds = plan.seconds
             line += (
