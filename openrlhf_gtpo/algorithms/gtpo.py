@@ -34,7 +34,7 @@ class GTPOConfig(ShapingConfig):
     alpha: float = setting(0.1, "weight of the entropy share", variants=("v1",), at_least=0)
     # Floats after construction. Their defaults depend on the variant: 1 and 0.1 in v3, 0.9 and 0.1 where it clips.
     alpha1: float = setting(
-        None, "weight of the outcome; where it clips, alpha1 + alpha2 = 1", variants=(*CLIPPED, "v3")
+        None, "weight of the outcome; in variants that clip, alpha1 + alpha2 = 1", variants=(*CLIPPED, "v3")
     )
     alpha2: float = setting(None, "weight of the entropy share", variants=(*CLIPPED, "v3"))
     kappa: float = setting(

@@ -10,9 +10,9 @@ LengthPenaltyForm = Literal["continuous", "as_printed"]
 
 class CreditParts(NamedTuple):
     """The parts of an advantage, A = (reward - mean) / std. ``share`` and ``reward`` are (B, T) for GTPO, (B,) for
-    GRPO-S. The reward is the row's in its own set, with its length penalty. ``mean`` and ``std`` are (B,), of the set
-    it is normalized in. ``row_entropy``, (B,), is the entropy that a sequence-level share compares; None at token
-    level."""
+    GRPO-S. ``reward`` is the row's reward in its own set, including its length penalty. ``mean`` and ``std`` are (B,),
+    of the set it is normalized in. ``row_entropy``, (B,), is the entropy that a sequence-level share compares; None at
+    token level."""
 
     share: Tensor
     reward: Tensor

@@ -139,7 +139,7 @@ class ClipCovConfig(ClipConfig):
         2e-4, "fraction of a micro-batch's tokens that lose their gradient, at least one token", above=0, at_most=1
     )
     cov_low: float = setting(1.0, "lower bound of the covariance of tokens that may lose their gradient")
-    cov_high: float = setting(5.0, "upper bound of their covariance")
+    cov_high: float = setting(5.0, "upper bound of the covariance of such tokens")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -258,7 +258,7 @@ class HAPOConfig(ClipConfig):
         at_most=1,
     )
     adaptation: float = setting(
-        1.0, "maximum relative widening of a token's clip range by its distance from the pivot", at_least=0
+        1.0, "relative widening of a token's clip range at the greatest distance from the pivot", at_least=0
     )
 
 
@@ -312,7 +312,7 @@ class HTPOConfig(ClipConfig):
 
     dual_clip: float | None = None
     difficulty_threshold: float = setting(
-        0.6, "a prompt is hard if a smaller fraction of its responses is right", at_least=0, at_most=1
+        0.6, "a prompt is hard if less than this fraction of its responses is right", at_least=0, at_most=1
     )
     forking_fraction: float = setting(
         0.2,

@@ -23,7 +23,7 @@ def choose(folders: Sequence[Path], tag: str | None = None) -> Path | None:
     A damaged one is renamed, and the one before it is tried.
 
     Args:
-        folders: folders of checkpoints. The result is in the first, and the others have one with the same tag.
+        folders: folders of checkpoints. The result is in the first, and each other one has a checkpoint of its tag.
         tag: accept only this one.
 
     Raises:

@@ -68,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     watch = commands.add_parser("watch", help="progress bar of a running training")
     add = watch.add_argument
-    add("metrics", type=Path, metavar="FILE", help="metrics file of the run, which need not exist yet")
+    add("metrics", type=Path, metavar="DIR_OR_FILE", help="metrics file or folder, which need not exist yet")
     add("--steps", type=int, required=True, help="total training steps of the run")
     add("--pid", type=int, required=True, help="training process; watching ends with it")
     watch.set_defaults(run=_watch)

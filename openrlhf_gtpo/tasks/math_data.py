@@ -99,7 +99,7 @@ def load_table(source: str, config: str | None = None, split: str = "train") -> 
         raise ValueError(f"--source {source} does not exist; check the path")
     if kind is not None and (config is not None or split != "train"):
         flag = f"--split {split}" if config is None else f"--config {config}"
-        raise ValueError(f"--source {source} is a file, so {flag} has no use; leave it out")
+        raise ValueError(f"--source {source} is a file, so {flag} has no effect; leave it out")
     if kind == "csv":
         return csv_rows(path)
     if kind == "json":

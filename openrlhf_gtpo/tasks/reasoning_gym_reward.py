@@ -53,9 +53,9 @@ def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence
 def extract_answer(response: str, expected: str) -> str:
     """Extract the part of a response to score; "" if there is none.
 
-    It is the text inside the last `<answer></answer>`. Without one, it is the last number, if one is expected, without
-    a plus sign and separators of thousands, because many scorers compare texts. Otherwise it is the whole response. A
-    minus sign (U+2212) becomes a hyphen.
+    It is the text inside the last `<answer></answer>`. Without these tags it is the last number, if a number is
+    expected, and otherwise the whole response. The number loses its plus sign and thousands separators, because many
+    scorers compare texts. A minus sign (U+2212) becomes a hyphen.
     """
     response = response.replace("\N{MINUS SIGN}", "-")
     if tagged := TAGGED.findall(response):

@@ -28,7 +28,7 @@ def run_step(run: "Controller") -> Rollout:
     if not rollout.rows:
         return rollout
     run.rollout, step = rollout, rollout.step or run.step + 1
-    run.saver.publish()  # written while engines sampled; should this step fail, the run goes on from there
+    run.saver.publish()  # written while engines sampled; should this step fail, the run continues from there
     run.engines.wait_for_lost()
     run.log.costs.after_rollout([*rollout.rows, *rollout.others])
 

@@ -50,7 +50,7 @@ class Checkpoints:
 
     Args:
         folder: visible to all ranks.
-        asynchronous: ``save`` returns once the state is copied to host memory; it is written while training goes on.
+        asynchronous: ``save`` returns once the state is copied to host memory; it is written while training continues.
         max_num: regular checkpoints to keep; the disk holds one more while a new one is written.
         max_mem_gb: their largest total size, including the best one's, in units of 2^30 bytes.
         hf_source: the model's folder or name on the Hub, whose tokenizer and configuration each checkpoint carries;
@@ -228,7 +228,7 @@ def lora_options(path: Path) -> LoraOptions | None:
 def load_checkpoint(path: Path, target: Trainer | LoadedModel) -> dict[str, Any]:
     """Load one checkpoint into a trainer, or its weights into a model (collective); return the saved client state.
 
-    With the layout and number of processes that it was written with, training goes on bit for bit; with others, the
+    With the layout and number of processes that it was written with, training continues bit for bit; with others, the
     random states stay as they are. Of Transformer Engine's delayed scales it has only the first replica's.
 
     Raises:

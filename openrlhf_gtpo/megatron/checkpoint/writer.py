@@ -1,11 +1,11 @@
-"""Writes this rank's part of a checkpoint in a thread of its process while training goes on.
+"""Writes this rank's part of a checkpoint in a thread of its process while training continues.
 
-megatron-core 0.16.1 forks for it (``dist_checkpointing/strategies/filesystem_async.py``): one process per file even
-when it waits for them, and a manager for their results. A fork inside a Ray worker copies the locks of its gRPC,
+megatron-core 0.16.1 forks for it (``dist_checkpointing/strategies/filesystem_async.py``): one process per file, even
+for a save that it waits for, and a manager for their results. A fork inside a Ray worker copies the locks of its gRPC,
 gloo and CUDA threads without the threads that release them, so the child may hang forever. A thread needs no fork,
 and its file writes release the interpreter. 0.19.2 writes files from threads. It still starts the manager and, for
 an asynchronous save, a process around the threads (``async_utils.py``); the other needs nvidia-resiliency-ext.
-Can go with a Megatron that writes in this process while training goes on.
+Can go with a Megatron that writes in this process while training continues.
 """
 
 import os
@@ -74,7 +74,7 @@ class RankWrite:
 
     Args:
         writer: Megatron's, with its write plan made.
-        host: memory to copy everything to before returning, so that it is written while training goes on; None
+        host: memory to copy everything to before returning, so that it is written while training continues; None
             returns once it is written.
     """
 

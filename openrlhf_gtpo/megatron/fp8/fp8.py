@@ -114,7 +114,7 @@ class Fp8:
                 linear.keep_weight(False)
 
     def drop_caches(self) -> None:
-        """Free the quantized weights in Transformer Engine's modules; the next first micro-batch remakes them."""
+        """Free the quantized weights in Transformer Engine's modules; a step's first micro-batch remakes them."""
         for module in self._stage.modules():
             getattr(module, "_fp8_workspaces", {}).clear()
 
@@ -161,7 +161,7 @@ class EmulatedLinear(torch.nn.Module):
     """Emulates the FP8 product of one of Megatron's column- or row-parallel layers, with Megatron's collectives.
 
     Forward Y = Q(X) Q(W)ᵀ, backward dX = Q(dY) Q(W) and dW = Q(dY)ᵀ Q(X). Blocks lie along the dimension that products
-    sum over, so with ``blockwise`` X and dY are quantized once along rows and once along columns. Products are
+    sum over, so with ``blockwise``, X and dY are quantized twice, along rows and along columns. Products are
     torch's, in the layer's own dtype: in float32 they equal Transformer Engine's except for the order of sums; in
     bfloat16, a number times its inverse scale is first rounded to bfloat16 (relative 2^-9, where FP8 rounds to 2^-4),
     which a tensor core does not do.

@@ -71,7 +71,8 @@ def fill_micro_batches(
 def token_row(
     sequence: Tensor, attention_mask: Tensor, action_mask: Tensor, inputs: Mapping[str, Tensor] | None = None
 ) -> TokenRow:
-    """Strip the padding from a row (T,), (T,), (A,), and add the routes from its ``inputs``, if there are any."""
+    """Strip the padding from a row: ``sequence`` and ``attention_mask``, (T,), and ``action_mask``, (A,). Add the
+    routes from its ``inputs``, if there are any."""
     actions = torch.nn.functional.pad(action_mask.bool(), (len(sequence) - len(action_mask), 0))
     valid = attention_mask.bool()
     assert not (actions & ~valid).any(), "an action lies in the padding"

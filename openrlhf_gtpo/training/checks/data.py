@@ -61,8 +61,8 @@ def check_dataset(
     Args:
         tokenizer: the model's tokenizer; None checks only the first row, as for a model that reads images.
         strict: also refuse null labels and prompts that leave no room to respond; upstream's estimators take both.
-        fits: raises UsageError, as a clause, for a label that cannot be passed on.
-        needs: flags of optional columns that at least one data set must have if they are given.
+        fits: raises UsageError, whose text is a clause, for a label that cannot be passed on.
+        needs: flags of optional columns. If such a flag is given, at least one data set must have its column.
     """
     lacks: dict[str, set[str]] = {}  # flags of missing columns by data set; a data set on the Hub may have all
     for name, rows in _tables(args, names, split, flag):

@@ -81,7 +81,7 @@ def check_gpus(args: Arguments, nodes: list[dict[str, Any]]) -> None:
     if size not in fitting and platform.chosen_platform() != "cpu":  # where nodes may share one host
         raise UsageError(
             f"--vllm.tensor_parallel_size {size} for --vllm.num_engines {engines} would cross nodes, which have "
-            f"{there} GPUs; give a size that fits, with as many more engines: {', '.join(map(str, fitting))}."
+            f"{there} GPUs; give a size that fits ({', '.join(map(str, fitting))}), and as many more engines."
         )
 
 

@@ -114,8 +114,8 @@ class RolloutBatch:
         return success(self.outcome, 1.0 if credit is None else credit.config.success_threshold)
 
     def note_outcomes(self, experiences: Sequence[Experience], loss_type: str, credit: EntropyCredit | None) -> None:
-        """Put into ``info`` whether each row is correct, and which fraction of its group, if the surrogate reads
-        it."""
+        """Put into ``info`` whether each row is correct, and which fraction of its group is, if the surrogate reads
+        these."""
         kind = SURROGATES.get(loss_type)
         if kind is None or "correct" not in kind.reads:
             return

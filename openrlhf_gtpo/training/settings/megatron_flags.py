@@ -25,7 +25,7 @@ LAYOUT = (
     Setting(
         "megatron.sequence_parallel",
         False,
-        "also shard the activations between matrices over the tensor-parallel GPUs: less memory, same result",
+        "also shard the activations between matrix products over the tensor-parallel GPUs: less memory, same result",
     ),
 )
 
@@ -151,7 +151,7 @@ MEGATRON = Group(
             "megatron.fp8",
             None,
             "compute the decoder's matrix products in FP8: hybrid (E4M3, gradients E5M2) or e4m3 on Hopper or Ada "
-            "with Transformer Engine; emulated, slow, runs on any host (default: off)",
+            "with Transformer Engine; emulated is slow and runs on any host (default: off)",
             choices=MODES,
             page="fp8.md",
         ),

@@ -116,7 +116,7 @@ def kept_prompts(folder: Path) -> dict[str, Any]:
             raise TypeError(f"{AGENT} is not a path")
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UsageError(
-            f"{path} cannot be read ({error}); remove it, and give the settings of prompts as flags."
+            f"{path} cannot be read ({error}); remove it, and give the prompt settings as flags."
         ) from error
     return found
 

@@ -22,8 +22,8 @@ SUPERVISION = Group(
         Setting(
             "train.max_restarts",
             0,
-            "times a run may replace dead or hanging engines and retry failed rewards; also restarts from the last "
-            "checkpoint when another process dies or hangs; 0 allows none",
+            "how many engines a run may lose, and how often it may restart from its last checkpoint after other "
+            "failures; above 0, a failed reward is tried three times",
             bounds=Bounds(at_least=0),
             page="reliability.md#supervised-runs",
         ),

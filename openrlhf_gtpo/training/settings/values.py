@@ -44,7 +44,8 @@ _READ = (
 
 def absolute_paths(args: Arguments) -> dict[str, Any]:
     """Make relative paths absolute, from the folder of the command: Ray's processes may run in another, such as the
-    folder of ``ray start``. A name to read counts as a path only if it exists, as it may be on the Hub or a server.
+    folder of ``ray start``. The name of a model, data set or reward counts as a path only if that exists, as it
+    may be on the Hub or a server.
 
     Args:
         args: the run's arguments.

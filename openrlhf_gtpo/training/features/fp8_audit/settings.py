@@ -28,7 +28,7 @@ FP8_AUDIT = Group(
             "megatron.fp8_audit_steps",
             0,
             "in every N-th batch, also compute the old-policy forward in BF16, and log FP8's effect on entropies, "
-            "shares and advantages as fp8/*; 0 never does",
+            "shares and advantages as fp8/*; 0 turns this off",
             metavar="N",
             bounds=Bounds(at_least=0),
         ),
@@ -36,7 +36,7 @@ FP8_AUDIT = Group(
             "megatron.fp8_audit_gate",
             None,
             "while audits find that more than this fraction of advantages (such as 0.02) changes sign, take entropies "
-            "from a BF16 forward; FP8's still gives log-probs (default: never)",
+            "from a BF16 forward pass; log-probs still come from FP8's (default: never)",
             float,
             metavar="X",
             bounds=Bounds(at_least=0, at_most=1),

@@ -77,7 +77,7 @@ GUIDE = Group(
             "algo.guide.rescue_batch",
             0,
             "have the guide answer prompts that dynamic filtering dropped because every response was wrong, once this "
-            "many are waiting; 0 never does",
+            "many are waiting; 0 turns this off",
             bounds=Bounds(at_least=0),
         ),
         Setting(

@@ -1,4 +1,4 @@
-"""The consequences of OpenRLHF's flags ``--ds.lora.*``, which both backends read."""
+"""The settings that follow from OpenRLHF's flags ``--ds.lora.*``, which both backends read."""
 
 from typing import Any
 

@@ -39,7 +39,7 @@ SAMPLER = Group(
         Setting(
             "rollout.entropy_audit_steps",
             20,
-            "compare the sampler's entropies with the actor's in the first batch, then in every N-th; 0 never does",
+            "compare the sampler's entropies with the actor's in the first and every N-th batch; 0 turns this off",
             bounds=Bounds(at_least=0),
             needs=_AUDITED,
         ),

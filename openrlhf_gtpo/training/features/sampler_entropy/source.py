@@ -50,8 +50,8 @@ def choose_entropy(args: Arguments) -> str:
         _check_log_probs(changed(args, {"rollout.entropy": chosen}), steps)
         if steps > 1:
             print(
-                f"--rollout.log_probs sampler: each of a rollout's {steps} optimizer steps uses its own log-probs as "
-                f"old ones; only {_CORRECTION} bounds the distance to the policy that sampled.",
+                f"--rollout.log_probs sampler: each of a rollout's {steps} optimizer steps takes its own log-probs as "
+                f"the old ones, so only {_CORRECTION} bounds the distance to the policy that sampled.",
                 file=sys.stderr,
             )
     return chosen
