@@ -52,11 +52,14 @@ def exact(model: Path, rows: Sequence[Sequence[int]]) -> dict[str, list[float]]:
     return found
 
 
-def score(model: Path, rows: Sequence[Sequence[int]], flags: Sequence[str], folder: Path) -> dict[str, list[float]]:
+def score(
+    model: str | Path, rows: Sequence[Sequence[int]], flags: Sequence[str], folder: Path
+) -> dict[str, list[float]]:
+    """Score the rows with `cli.score`; return the log-probs and the entropies of all rows, one after another."""
     given, output = folder / "rows.jsonl", folder / "scores.jsonl"
     given.write_text("".join(json.dumps({"tokens": row}) + "\n" for row in rows))
     files = ["--model", str(model), "--input", str(given), "--output", str(output)]
-    command = [sys.executable, "-m", "openrlhf_gtpo.cli.score", *files, "--dtype", "float32", *flags]
+    command = [sys.executable, "-m", "openrlhf_gtpo.cli.score", *files, *flags]
     subprocess.run(command, check=True)
     lines = [json.loads(line) for line in output.read_text().splitlines()]
     output.unlink()
@@ -92,15 +95,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     errors: dict[str, Any] = {}
     for family in FAMILIES:
         errors[family] = {}
-        with tempfile.TemporaryDirectory() as name:
-            model = Path(name, "model")
+        with tempfile.TemporaryDirectory() as folder:
+            model = Path(folder, "model")
             if family == "qwen3_moe":
                 make_mixture(model, "normalised")
             else:
                 make_checkpoint(model, family, VOCABULARY)
             expected = exact(model, rows)
             for way, flags in WAYS.items():
-                found = score(model, rows, flags, Path(name))
+                found = score(model, rows, ("--dtype", "float32", *flags), Path(folder))
                 pairs = {name: zip(values, expected[name], strict=True) for name, values in found.items()}
                 errors[family][way] = {name: max(abs(a - b) for a, b in both) for name, both in pairs.items()}
                 print(family, way, errors[family][way], flush=True)

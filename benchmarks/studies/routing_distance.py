@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.studies.family_scores import score
 from benchmarks.suite.results import write_results
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.cli import Parser
@@ -46,16 +47,6 @@ def figures(off: np.ndarray) -> dict[str, float]:
         "k3": float((np.exp(off) - 1 - off).mean()),
         "far": float((np.abs(off) > math.log(2)).mean()),
     }
-
-
-def score(model: str, rows: Sequence[Any], flags: Sequence[str], folder: Path) -> dict[str, float]:
-    given, output = folder / "rows.jsonl", folder / "scores.jsonl"
-    given.write_text("".join(json.dumps({"tokens": [int(t) for t in row[0]]}) + "\n" for row in rows))
-    command = [sys.executable, "-m", "openrlhf_gtpo.cli.score", "--model", model, "--input", given, "--output", output]
-    subprocess.run([*command, *flags], check=True, cwd=ROOT)
-    lines = [json.loads(line)["log_probs"] for line in output.read_text().splitlines()]
-    output.unlink()
-    return figures(differences(rows, [np.concatenate(lines)]))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -86,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             results["megatron"][at] = {"live": live, "replayed": replayed, "token_before": wrong}
             results["megatron"][at]["flips"] = float(counts[1] / counts[0])
         for backend, flags in SCORED.items():
-            results["score"][backend] = score(args.model, rows, flags, folder)
+            scores = score(args.model, [[int(token) for token in row[0]] for row in rows], flags, folder)
+            results["score"][backend] = figures(differences(rows, [np.array(scores["log_probs"])]))
     write_results(args.output, args, results)
     print(json.dumps(results, indent=1))
 
