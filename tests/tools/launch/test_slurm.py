@@ -169,7 +169,7 @@ def test_a_job_that_loses_a_node_leaves_no_process_and_a_folder_of_one_node_is_r
     assert "2 nodes joined" in job.log
     shared, refused = (job.folder / "said").read_text().splitlines()
     assert shared == f"shared by all: {job.folder}/shared"
-    is_another = f"--ckpt.path {job.folder}/alone is another folder on node n2"
+    is_another = f"--ckpt.path {job.folder}/alone is another folder on node n2, but all 2 nodes must"
     assert refused.startswith(is_another if os.geteuid() == 0 else "shared by all: ")
     assert not [name for folder in ("shared", "alone") for name in (job.folder / folder).iterdir()]
     before = job.processes()
