@@ -23,7 +23,7 @@ from openrlhf_gtpo.megatron.fp8.options import RECIPES
 from openrlhf_gtpo.megatron.parallel.layout import RECOMPUTE
 from openrlhf_gtpo.model_shape import HUB, PRESETS
 from openrlhf_gtpo.platform.files import check_output, replace_text
-from openrlhf_gtpo.report.metrics import Rows, read_runs
+from openrlhf_gtpo.report.metrics import read_runs
 from openrlhf_gtpo.tools.planner import measured, output
 from openrlhf_gtpo.tools.planner.assumptions import SOURCES, Assumptions
 from openrlhf_gtpo.tools.planner.candidate import PLACEMENTS, Candidate
@@ -138,11 +138,10 @@ def _plan(args: argparse.Namespace, words: list[str]) -> None:
         raise UsageError(
             "--emit writes a script for the launcher, which always offloads for colocated engines; drop --no-offload."
         )
-    rows = None if args.run is None else _rows_of_run(args)
+    run = {} if args.run is None else _seconds_of_run(args)
     request = _request(args)
     ranked = candidates(request)
     best = ranked[0]
-    run = {} if rows is None else measured.seconds(rows)
     if args.json:
         listed = [output.as_json(candidate) for candidate in ranked[: args.top]]
         printed = {"assumptions": asdict(request.assumptions), "candidates": listed, "measured": run}
@@ -164,8 +163,8 @@ def _plan(args: argparse.Namespace, words: list[str]) -> None:
             )
 
 
-def _rows_of_run(args: argparse.Namespace) -> Rows:
-    """Read the run, and set the mean lengths that are not given to the run's.
+def _seconds_of_run(args: argparse.Namespace) -> dict[str, float]:
+    """Read the run's seconds by phase, and set the mean lengths that are not given to the run's.
 
     Raises:
         UsageError: no step can be read, or the run has other numbers of responses than the plan.
@@ -182,7 +181,7 @@ def _rows_of_run(args: argparse.Namespace) -> Rows:
             "give its --samples-per-prompt and --prompts-per-step."
         )
     args.mean_prompt, args.mean_response = args.mean_prompt or prompt, args.mean_response or response
-    return rows
+    return measured.seconds(rows)
 
 
 def _request(args: argparse.Namespace) -> Request:

@@ -6,11 +6,10 @@ of ``metrics.jsonl``).
 """
 
 from collections.abc import Iterator, Mapping
-from statistics import median
 from typing import NamedTuple
 
 from openrlhf_gtpo.report import names
-from openrlhf_gtpo.report.metrics import Rows, series
+from openrlhf_gtpo.report.metrics import Rows, median_of_steps, series
 
 _WORTH = 1.02  # speedup from which a flag is worth naming
 
@@ -32,13 +31,13 @@ class Gain(NamedTuple):
 def notes(rows: Rows) -> dict[str, str]:
     """Describe what bounds each phase, for the phases that the run has numbers for."""
     found = {}
-    mean, most = _median(rows, names.RESPONSE_LENGTH_MEAN), _median(rows, names.RESPONSE_LENGTH_MAX)
+    mean, most = median_of_steps(rows, names.RESPONSE_LENGTH_MEAN), median_of_steps(rows, names.RESPONSE_LENGTH_MAX)
     if mean and most:
         found[names.GENERATION] = f"longest {most:,.0f} tokens, mean {mean:,.0f}"
-    forward = _median(rows, names.timing(names.OLD_LOG_PROBS))
+    forward = median_of_steps(rows, names.timing(names.OLD_LOG_PROBS))
     if forward:
         found[names.MAKE_EXPERIENCE] = f"forward passes {forward:.2g} s"
-    computed, tokens = _median(rows, names.TOKENS_COMPUTED), _median(rows, names.TOKENS_ROWS)
+    computed, tokens = median_of_steps(rows, names.TOKENS_COMPUTED), median_of_steps(rows, names.TOKENS_ROWS)
     if computed and tokens and computed > tokens:
         found[names.PPO_TRAIN] = f"{1 - tokens / computed:.0%} of its tokens are padding"
     elif computed and tokens:
@@ -77,20 +76,20 @@ def gains(rows: Rows) -> list[Gain]:
 def _bounds(rows: Rows, offers: Mapping[str, str]) -> Iterator[tuple[str, float, float, str]]:
     """Each offer with the seconds of a step, or of the run, and a lower bound on the seconds with it."""
     # Median seconds of a step and its phases. Without them nothing can be said.
-    step = _median(rows, names.TIMING_STEP_WALL)
-    phases = [_median(rows, names.timing(phase)) for phase in (*names.PHASES, names.OLD_LOG_PROBS)]
+    step = median_of_steps(rows, names.TIMING_STEP_WALL)
+    phases = [median_of_steps(rows, names.timing(phase)) for phase in (*names.PHASES, names.OLD_LOG_PROBS)]
     if step is None or None in phases[:4]:
         return
     sampling, _, training, _, forward = (seconds or 0.0 for seconds in phases)
     # A synchronous run could sample ahead. An asynchronous one could stop waiting for its longest responses.
-    waits = _median(rows, names.IDLE_TRAINER)
+    waits = median_of_steps(rows, names.IDLE_TRAINER)
     if waits is None:
         why = "engines on their own GPUs sample while the policy trains"
         also = forward if "--rollout.entropy" in offers.get(names.OFFER_ONE_STEP_OFF, "") else 0.0
         yield names.OFFER_ONE_STEP_OFF, step, max(sampling, step - sampling - also), why
     else:
         rollout, mean, most = (
-            _median(rows, name) or 0.0
+            median_of_steps(rows, name) or 0.0
             for name in (names.TIMING_ROLLOUT, names.RESPONSE_LENGTH_MEAN, names.RESPONSE_LENGTH_MAX)
         )
         left = max(step - waits, rollout * mean / most if most else rollout)
@@ -98,7 +97,7 @@ def _bounds(rows: Rows, offers: Mapping[str, str]) -> Iterator[tuple[str, float,
     yield names.OFFER_SAMPLER_ENTROPY, step, step - forward, "the forward pass for entropies is left out"
     # Tokens computed with each prompt once, over the tokens computed now.
     prompts, responses, computed, tokens = (
-        _median(rows, name)
+        median_of_steps(rows, name)
         for name in (names.TOKENS_PROMPT, names.TOKENS_RESPONSE, names.TOKENS_COMPUTED, names.TOKENS_ROWS)
     )
     if samples := next((row[names.SAMPLES] for row in rows if names.SAMPLES in row), None):
@@ -114,8 +113,3 @@ def _bounds(rows: Rows, offers: Mapping[str, str]) -> Iterator[tuple[str, float,
         outside = between_steps(rows)
         run = outside + sum(walls)
         yield names.OFFER_RARER, run, run - outside / 2, "half as many evaluations and checkpoints"
-
-
-def _median(rows: Rows, name: str) -> float | None:
-    values = series(rows, names.KIND_TRAIN, name)[1]
-    return median(values) if values else None

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from openrlhf_gtpo.report import names
@@ -211,6 +211,13 @@ def series(rows: Rows, kind: str, name: str) -> tuple[list[int], list[float]]:
     """Return the steps and values of one metric in order of step, without steps at which it is absent or null."""
     points = sorted((row["step"], row[name]) for row in rows if row["kind"] == kind and is_number(row.get(name)))
     return [step for step, _ in points], [float(value) for _, value in points]
+
+
+def median_of_steps(rows: Rows, name: str) -> float | None:
+    """Return the median of a metric over the steps, None if no step has it. The first step warms up caches and would
+    distort a mean."""
+    values = series(rows, names.KIND_TRAIN, name)[1]
+    return median(values) if values else None
 
 
 def held_out_names(rows: Rows) -> list[str]:

@@ -1,7 +1,7 @@
 """A run on one screen: held-out reward before and after, and where a step's time went; several runs as markdown."""
 
 from collections.abc import Mapping, Sequence
-from statistics import mean, median, stdev
+from statistics import mean, stdev
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,6 +16,7 @@ from openrlhf_gtpo.report.metrics import (
     held_out_names,
     idle_sentence,
     late_training_reward,
+    median_of_steps,
     series,
 )
 
@@ -46,20 +47,19 @@ def print_run_summary(metrics: Rows) -> None:
             shown = (decimals(value) + (f" (step {at})" if at != row["step"] else "") for (at, value), row in ends)
             training.add_row(name, *shown)
 
-    # Medians: the first step warms up caches and would distort a mean.
+    # Seconds of a step by phase.
     timing = _table("Time per step (median)", "phase", "seconds", "share", "tokens/s")
     timing.add_column("what bounds it")
     bound = bounds.notes(metrics)
-    totals = series(metrics, names.KIND_TRAIN, names.TIMING_STEP_TOTAL)[1]
+    total = median_of_steps(metrics, names.TIMING_STEP_TOTAL)
     for phase in (*names.PHASES, "step_total"):
-        seconds = series(metrics, names.KIND_TRAIN, names.timing(phase))[1]
-        rates = series(metrics, names.KIND_TRAIN, names.tokens_per_second(phase))[1]
-        if seconds:
-            took = median(seconds)
-            share = f"{took / median(totals):.0%}" if totals and median(totals) else "-"
-            rate = f"{median(rates):{',.0f' if median(rates) >= 10 else '.2g'}}" if rates else "-"
+        took = median_of_steps(metrics, names.timing(phase))
+        rate = median_of_steps(metrics, names.tokens_per_second(phase))
+        if took is not None:
+            share = f"{took / total:.0%}" if total else "-"
+            rate_text = "-" if rate is None else f"{rate:{',.0f' if rate >= 10 else '.2g'}}"
             took_text = f"{took:{'.2f' if took >= 0.1 else '.2g'}}"
-            timing.add_row(phase.replace("_", " "), took_text, share, rate, bound.get(phase, ""))
+            timing.add_row(phase.replace("_", " "), took_text, share, rate_text, bound.get(phase, ""))
     # Print the tables, and below them what would help and what went wrong.
     console = Console()
     console.print(held_out, "", training, "", timing)

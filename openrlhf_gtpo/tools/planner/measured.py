@@ -1,9 +1,9 @@
 """What a run measured, in the planner's terms: its lengths and its seconds by phase."""
 
-from statistics import mean, median
+from statistics import mean
 
 from openrlhf_gtpo.report import names
-from openrlhf_gtpo.report.metrics import Rows, series
+from openrlhf_gtpo.report.metrics import Rows, median_of_steps
 
 _PHASES = {
     "rollout": names.timing(names.GENERATION),
@@ -17,11 +17,9 @@ _PHASES = {
 def seconds(rows: Rows) -> dict[str, float]:
     """Return a run's median seconds of each of the plan's phases that it has, and of a whole step. A rollout that was
     sampled ahead counts with the engines' seconds, not with the time that the trainer waited for it."""
-    phases = dict(_PHASES)
-    if series(rows, names.KIND_TRAIN, names.TIMING_ROLLOUT)[1]:
-        phases["rollout"] = names.TIMING_ROLLOUT
-    found = {phase: series(rows, names.KIND_TRAIN, name)[1] for phase, name in phases.items()}
-    return {phase: median(values) for phase, values in found.items() if values}
+    found = {phase: median_of_steps(rows, name) for phase, name in _PHASES.items()}
+    found["rollout"] = median_of_steps(rows, names.TIMING_ROLLOUT) or found["rollout"]
+    return {phase: took for phase, took in found.items() if took is not None}
 
 
 def workload(rows: Rows) -> tuple[int, float, float]:

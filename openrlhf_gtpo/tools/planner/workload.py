@@ -14,8 +14,7 @@ _POINTS = 200
 
 @dataclass(frozen=True)
 class Workload:
-    """The workload of a step. Defaults are the launch scripts', except the micro-batch size, which is
-    OpenRLHF's.
+    """The workload of a step. Defaults are the launch scripts', except the micro-batch size, which is OpenRLHF's.
 
     Fields:
         prompt_length, response_length: maximum tokens of a prompt, and of a response.
